@@ -101,31 +101,33 @@ class ServerOptions(RouterOptions):
             yield model, OpenAiTarget(http, model, self.extra_fields)
 
 
-@dataclass(frozen=True)
-class LoadOptions:
-    """Options that say which requests are sent, and when."""
+_USUAL_PROMPTS = 100
 
-    num_prompts: Annotated[int, typer.Option(min=1, help="Requests.")] = 100
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """Options that say which requests come, and when."""
+
+    num_prompts: Annotated[
+        int | None, typer.Option(min=1, help="Requests; default: 100, or all of the trace.", show_default=False)
+    ] = None
     request_rate: Annotated[
         float | None,
         typer.Option(min=1e-3, help="Requests a second; default, or inf: all at once, or as in the trace."),
     ] = None
     burstiness: Annotated[float, typer.Option(min=1e-3, help="1: Poisson; less: bursts; more: evener.")] = 1.0
-    max_concurrency: Annotated[int | None, typer.Option(min=1, help="Most requests under way: a closed loop.")] = None
     input_len: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 256
     output_len: Annotated[int, typer.Option(min=1, help="Tokens of an output.")] = 64
     range_ratio: Annotated[float, typer.Option(min=0, max=1, help="Lengths vary by this share.")] = 0.0
     prefix_len: Annotated[int, typer.Option(min=0, help="More tokens, with which every prompt begins.")] = 0
-    trace: Annotated[Path | None, typer.Option(help="Send Mooncake's JSON lines or a CSV (docs/bench.md) instead.")] = (
-        None
-    )
+    trace: Annotated[
+        Path | None, typer.Option(help="The requests of Mooncake's JSON lines or a CSV (docs/bench.md) instead.")
+    ] = None
     speed: Annotated[float, typer.Option(min=1e-3, help="Play the trace so many times faster.")] = 1.0
     length_share: Annotated[float, typer.Option(min=1e-4, help="Multiply the trace's lengths by this.")] = 1.0
     max_tokens: Annotated[
-        int, typer.Option(min=2, help="Cut prompts and outputs of a trace to so many tokens together.")
-    ] = 2048
-    warmup: Annotated[int, typer.Option(min=0, help="Requests before, which do not count.")] = 4
-    vocab: Annotated[int, typer.Option(min=11, help="Prompts are drawn from token ids below it.")] = 1000
+        int | None, typer.Option(min=2, help="Cut prompts and outputs of a trace to so many tokens together.")
+    ] = None
     seed: Annotated[int, typer.Option(help="The same seed makes the same load.")] = 0
 
     @property
@@ -140,11 +142,24 @@ class LoadOptions:
         if self.trace is None:
             lengths = workload.uniform(self.input_len, self.output_len, self.range_ratio)
             prefixes = workload.SharedPrefixes(self.prefix_len)
-            shapes = workload.random_shapes(self.num_prompts, lengths, self.seed, prefixes)
+            shapes = workload.random_shapes(self.num_prompts or _USUAL_PROMPTS, lengths, self.seed, prefixes)
         else:
             shapes = workload.read_trace(self.trace, self.num_prompts)
             shapes = workload.scaled(shapes, self.speed, self.length_share, self.max_tokens)
         return shapes if self.rate is None else workload.at_rate(shapes, self.rate, self.burstiness, self.seed)
+
+
+@dataclass(frozen=True)
+class LoadOptions(RequestOptions):
+    """Options of requests that are sent to a server."""
+
+    num_prompts: Annotated[int, typer.Option(min=1, help="Requests.")] = _USUAL_PROMPTS
+    max_tokens: Annotated[
+        int, typer.Option(min=2, help="Cut prompts and outputs of a trace to so many tokens together.")
+    ] = 2048
+    max_concurrency: Annotated[int | None, typer.Option(min=1, help="Most requests under way: a closed loop.")] = None
+    warmup: Annotated[int, typer.Option(min=0, help="Requests before, which do not count.")] = 4
+    vocab: Annotated[int, typer.Option(min=11, help="Prompts are drawn from token ids below it.")] = 1000
 
 
 @dataclass(frozen=True)

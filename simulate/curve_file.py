@@ -37,6 +37,8 @@ from simulate.curves import (
 )
 
 _COUNTS = ("prompt_tokens", "tokens_before", "sequences", "kv_tokens")
+_COLUMNS = ("prompt_tokens", "sequences", "kv_tokens", "seconds")
+_WANTED = f"{', '.join(_COLUMNS)}, and tokens_before if it is not 0"
 
 
 @dataclass(frozen=True)
@@ -66,35 +68,58 @@ def read_curve(path: Path) -> FileCurve:
     """Raises ConfigError, which names the row and the column, or the point at which the curve falls."""
     try:
         text = path.read_text(encoding="utf-8")
-        document = None if path.suffix == ".csv" else json.loads(text)
+        is_csv = path.suffix == ".csv"
+        document = None if is_csv else json.loads(text)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: is neither CSV (by its name) nor JSON: {error}") from error
     if isinstance(document, dict) and "steps" not in document:
         return FileCurve(LinearCurve(_cost(path, document)), "linear", CurveError(0.0, 0.0, 0))
-    rows = csv.DictReader(text.splitlines()) if document is None else _listed(path, document)
     times: dict[_Step, list[float]] = defaultdict(list)
-    for line, row in enumerate(rows, 2 if document is None else 1):
-        step, seconds = _read(f"{path}:{line}", row)
+    for place, row in _csv_rows(path, text) if is_csv else _listed(path, document):
+        step, seconds = _read(place, row)
         times[step].append(seconds)
     return _curve_of(path, {step: statistics.median(some) for step, some in times.items()})
 
 
-def _listed(path: Path, document: Any) -> Iterator[Mapping[str, Any]]:
+def _csv_rows(path: Path, text: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Each row with its place. Raises ConfigError for a column that the header does not have, or a row that ends
+    before it."""
+    reader = csv.DictReader(text.splitlines(), restval="")
+    try:
+        missing = [name for name in _COLUMNS if name not in (reader.fieldnames or ())]
+        if missing:
+            raise ConfigError(
+                f"{path}:1: has no column {', '.join(missing)}; its columns are "
+                f"{', '.join(reader.fieldnames or ()) or 'none'}, and steps have {_WANTED}"
+            )
+        for row in reader:
+            if None in row:
+                raise ConfigError(f"{path}:{reader.line_num}: has more fields than the header has columns")
+            yield f"{path}:{reader.line_num}", row
+    except csv.Error as error:
+        raise ConfigError(f"{path}:{reader.line_num}: {error}") from error
+
+
+def _listed(path: Path, document: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Each step with its place."""
     steps = document["steps"] if isinstance(document, dict) else document
     if not isinstance(steps, list):
         raise ConfigError(f"{path}: must be a list of steps, or an object with steps or the parts of a cost")
     for number, step in enumerate(steps, 1):
         if not isinstance(step, dict):
-            raise ConfigError(f"{path}:{number}: is no object with {', '.join(_COUNTS)} and seconds")
-        yield step
+            raise ConfigError(f"{path}: step {number} is no object with {_WANTED}")
+        missing = [name for name in _COLUMNS if name not in step]
+        if missing:
+            raise ConfigError(f"{path}: step {number} has no {', '.join(missing)}; a step has {_WANTED}")
+        yield f"{path}: step {number}", step
 
 
 def _read(place: str, row: Mapping[str, Any]) -> tuple[_Step, float]:
     counts = []
     for name in _COUNTS:
-        value = row.get(name, 0 if name == "tokens_before" else None)
+        value = row.get(name, 0)
         value = int(value) if isinstance(value, str) and value.strip().isdecimal() else value
         if type(value) is not int or not 0 <= value < 1 << 40:
             raise ConfigError(f"{place}: {name} must be a whole number of at least 0 (got {value!r:.60})")

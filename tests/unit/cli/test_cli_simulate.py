@@ -38,7 +38,7 @@ def test_where_there_is_no_number_it_says_so() -> None:
     [
         (("--input-len", "200000"), "request 1 has 200008 tokens, and a worker holds"),
         (("--ratio", "1:0"), "--ratio: '1:0' is not of the form P:D, with at least 1 decode worker"),
-        (("--max-concurrency", "4"), "--max-concurrency: a simulated load is open"),
+        (("--first-s", "0"), "--first-s: no request comes in the first 0 s"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(wrong: tuple[str, str], named: str) -> None:

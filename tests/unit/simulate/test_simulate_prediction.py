@@ -138,13 +138,15 @@ def test_one_command_takes_requests_and_a_curve_and_prints_percentiles(tmp_path:
     requests.write_text("at_s,prompt_tokens,output_tokens\n0,100,3\n10,200,1\n")
     steps = "100,0,0,0,0.010\n200,0,0,0,0.030\n0,0,1,50,0.004\n0,0,1,250,0.004\n"
     curve.write_text("prompt_tokens,tokens_before,sequences,kv_tokens,seconds\n" + steps)
-    options = ["--requests", str(requests), "--curve", str(curve), "--kv-tokens", "4096", "--bare"]
-    done = baton("predict", *options, "--json")
+    options = ["--trace", str(requests), "--steps", str(curve), "--kv-tokens", "4096", "--bare"]
+    done = baton("simulate", *options, "--json")
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert found["curve"] == {"kind": "interpolated", "error_median": 0.0, "error_p90": 0.0}
     assert found["ttft_s"]["mean"] == pytest.approx(0.020) and found["tpot_s"]["mean"] == pytest.approx(0.004)
     assert found["e2e_s"]["by_percentile"]["50"] == pytest.approx(0.024)
-    assert "TPOT" in baton("predict", *options, "--workers", "1:1").stdout
-    wrong = baton("predict", *options, "--workers", "1:0")
-    assert wrong.exit_code == 2 and "with at least 1 for decode" in wrong.stderr
+    assert "TPOT" in baton("simulate", *options, "--ratio", "1:1").stdout
+    both = baton("simulate", *options, "--model", "llama-3.1-8b")
+    assert both.exit_code == 3 and "name a model to compute the steps of, or a file" in both.stderr
+    unsized = baton("simulate", *options[:4])
+    assert unsized.exit_code == 3 and "with --kv-tokens" in unsized.stderr
