@@ -1,58 +1,40 @@
 """Decode steps as CUDA graphs: one for each of a few batch sizes, captured at the start, replayed with new inputs.
 
 A step in which every sequence has one token launches the same kernels each time, so that a recording of them spares the
-CPU all but one launch. What changes from step to step lies in fixed memory (`InputMemory`): a step is padded to the
-next captured size, copied there, and the recording for that size runs. Rows of padding attend to one token of the
-scratch block, which no sequence owns, and write there; their logits are dropped. Everything else (prompts, mixed steps,
-more sequences than the largest size) is computed as ever. Knows no model: what is captured is a function.
+CPU all but one launch. What changes from step to step lies in fixed memory (`engine.decode_inputs`): a step is padded
+to the next captured size, what the device does not have of it is sent, and the recording for that size runs. Rows of
+padding attend to one token of the scratch block, which no sequence owns, and write there; their logits are dropped.
+Everything else (prompts, mixed steps, more sequences than the largest size) is computed as ever. Knows no model: what
+is captured is a function.
 
-A recording ends with the choice of the tokens, where a chooser can be recorded: they lie where the next step looks.
+A recording begins with the rows' next positions and tokens, and ends with the choice of the tokens that follow, where
+a chooser can be recorded: they lie where the next step looks.
 
-Legend: n rows of a padded step, S sequences, B blocks of the longest sequence, V vocabulary.
+Legend: S sequences, V vocabulary.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from itertools import cycle
 from typing import TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from engine.attention.interface import AttentionBatch, PagedBatch
+from engine.decode_inputs import Advance, DecodeInputs, InputMemory, advance_rows
 from engine.sampling.params import SampleRow
 from engine.sampling.sampler import RecordedChooser
 from engine.sampling.samples import Samples
-from engine.step_input import SequenceSlice, StepInput, build_step, is_decode
+from engine.step_input import StepInput, build_step, is_decode
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 """Records work that does the same to the same memory on each run; returns a function that repeats it."""
 
 _LARGEST = 512
 """More sequences than this keep the GPU busy without graphs."""
-_NUM_VECTORS = 6
-"""Of a step: token ids, positions, slots, lengths, their sums, and where each token lies."""
-_LINE = 32
-"""int32 of a cache line."""
 _CAPTURABLE_NCCL = (2, 9, 6)
 """The first version whose collectives graphs can hold, among others that are launched one by one."""
-
-
-@dataclass(frozen=True)
-class DecodeInputs:
-    """One forward pass over n sequences of one token each, all of it in fixed memory."""
-
-    token_ids: torch.Tensor  # int32 [n]
-    positions: torch.Tensor  # int32 [n]
-    slots: torch.Tensor  # int32 [n]
-    logits_indices: torch.Tensor  # int32 [n], every row
-    batch: AttentionBatch
-
 
 Made = TypeVar("Made")
 Compute = Callable[[DecodeInputs], torch.Tensor]
@@ -69,102 +51,6 @@ def bucket_sizes(most: int) -> tuple[int, ...]:
     return (*sizes, most)
 
 
-class InputMemory:
-    """The fixed memory that the recordings of all sizes read, and the way there.
-
-    The vectors of a step of n rows lie one after another, each padded to whole cache lines, with its block tables
-    behind them, so that all of it comes in one copy. Block tables go on from there to rows of full width. A queued copy
-    may still be read from its host memory while the next step is laid out: so there are two of those, in turn.
-
-    In front of all that lie the tokens that the step before led to (`sampled`), as the device wrote them: the recording
-    picks each token from there or from those that came, and leaves there what it leads to.
-    """
-
-    def __init__(self, most: int, width: int, block_size: int, scratch_block: int, device: torch.device) -> None:
-        self._width, self._block_size, self._scratch_block, self._device = width, block_size, scratch_block, device
-        num_elements = _NUM_VECTORS * _stride(most) + most * width
-        self._memory = torch.zeros(_stride(most) + num_elements, dtype=torch.int32, device=device)
-        self.sampled, self._arrived = self._memory[: _stride(most)], self._memory[_stride(most) :]
-        self._token_ids = torch.zeros(most, dtype=torch.int32, device=device)
-        self._tables = torch.full((most, width), scratch_block, dtype=torch.int32, device=device)
-        self._every = torch.arange(most + 1, dtype=torch.int32, device=device)
-        self._staging = cycle([_Staging(num_elements, device), _Staging(num_elements, device)])
-
-    def fill(self, step: StepInput, size: int, sampled: torch.Tensor | None = None) -> None:
-        """Writes a decode step as one of `size` sequences; those that are added are in the scratch block.
-
-        `sampled` [R], no more than the largest size: the tokens that the step before led to, if it needs them.
-        """
-        count, columns = len(step.seqlens_k), min(self._width, step.block_tables.shape[1])
-        assert count <= size, f"{count} sequences do not fit in a step of {size}"
-        staging = next(self._staging)
-        host, num_vectors = staging.writable(), _NUM_VECTORS * _stride(size)
-        vectors = host[:num_vectors].reshape(_NUM_VECTORS, -1)
-        vectors[:4, :count] = step.token_ids, step.positions, step.slot_mapping, step.seqlens_k
-        vectors[:4, count:size] = [[0], [0], [self._scratch_block * self._block_size], [1]]
-        vectors[4, 0] = 0
-        np.cumsum(vectors[3, :size], dtype=np.int32, out=vectors[4, 1 : size + 1])
-        vectors[5, :size] = np.arange(len(self.sampled), len(self.sampled) + size)
-        if sampled is not None:
-            vectors[5, :count] = step.token_places(len(self.sampled))
-            if sampled.data_ptr() != self.sampled.data_ptr():
-                self.sampled[: len(sampled)].copy_(sampled)
-        tables = host[num_vectors : num_vectors + size * columns].reshape(size, columns)
-        tables[:count] = step.block_tables[:, :columns]
-        tables[count:] = self._scratch_block
-        arrived = self._arrived[: num_vectors + size * columns]
-        staging.copy_to(arrived)
-        self._tables[:size, :columns].copy_(arrived[num_vectors:].view(size, columns))
-
-    def pick_tokens(self, size: int) -> None:
-        """Puts each token where `of` has it; part of a recording."""
-        places = self._arrived[: _NUM_VECTORS * _stride(size)].view(_NUM_VECTORS, -1)[5, :size]
-        torch.index_select(self._memory[: len(self.sampled) + size], 0, places, out=self._token_ids[:size])
-
-    def of(self, size: int) -> DecodeInputs:
-        """Returns what a recording of this size reads."""
-        vectors = self._arrived[: _NUM_VECTORS * _stride(size)].view(_NUM_VECTORS, -1)
-        positions, slots, seqlens_k = (row[:size] for row in vectors[1:4])
-        paged = PagedBatch(
-            cu_seqlens_q=self._every[: size + 1],
-            cu_seqlens_k=vectors[4, : size + 1],
-            seqlens_k=seqlens_k,
-            block_table=self._tables[:size],
-            max_seqlen_q=1,
-            max_seqlen_k=self._width * self._block_size,
-        )
-        anything = build_step([SequenceSlice((0,), 0, (self._scratch_block,), True)] * size, self._block_size)
-        batch = AttentionBatch(anything, self._block_size, self._device, paged)
-        return DecodeInputs(self._token_ids[:size], positions, slots, self._every[:size], batch)
-
-
-class _Staging:
-    """Host memory from which a step is copied; on the way to a GPU page-locked, since only such a copy is queued."""
-
-    def __init__(self, num_elements: int, device: torch.device) -> None:
-        is_cuda = device.type == "cuda"
-        self._memory = torch.zeros(num_elements, dtype=torch.int32, pin_memory=is_cuda)
-        self._array: npt.NDArray[np.int32] = self._memory.numpy()
-        self._copied: torch.cuda.Event | None = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
-
-    def writable(self) -> npt.NDArray[np.int32]:
-        """The memory, once the last copy from it is over."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._array
-
-    def copy_to(self, target: torch.Tensor) -> None:
-        """Queues a copy of the first elements."""
-        target.copy_(self._memory[: len(target)], non_blocking=True)
-        if self._copied is not None:
-            self._copied.record(torch.cuda.current_stream(target.device))
-
-
-def _stride(size: int) -> int:
-    """Elements from one vector of a step of `size` rows to the next."""
-    return -(-(size + 1) // _LINE) * _LINE
-
-
 class DecodeGraphs:
     """The recordings of one model. Raises RuntimeError when one cannot be made."""
 
@@ -179,13 +65,14 @@ class DecodeGraphs:
         scratch_block: int,
         vocab_size: int,
         device: torch.device,
+        advance: Advance = advance_rows,
         agree: Callable[[bool], bool] = bool,
         chooser_of: Callable[[torch.device, int], RecordedChooser | None] | None = None,
     ) -> None:
         """`most` sequences of at most `width` blocks. The largest size goes first: the others reuse its memory.
 
-        `agree` says whether something is so on every rank. A collective must be captured on all of them or on none.
-        `chooser_of` makes the chooser of so many rows on that device.
+        Each recording begins with `advance`. `agree` says whether something is so on every rank: a collective must be
+        captured on all of them or on none. `chooser_of` makes the chooser of so many rows on that device.
         """
         self.sizes = bucket_sizes(most)
         most = self.sizes[-1]
@@ -193,7 +80,7 @@ class DecodeGraphs:
         self._replays: dict[int, Callable[[], None]] = {}
 
         def reserve() -> tuple[InputMemory, torch.Tensor, RecordedChooser | None]:
-            inputs = InputMemory(most, width, block_size, scratch_block, device)
+            inputs = InputMemory(most, width, block_size, scratch_block, device, advance)
             logits = torch.empty((most, vocab_size), device=device)
             return inputs, logits, None if chooser_of is None else chooser_of(logits.device, most)
 
@@ -237,7 +124,7 @@ class DecodeGraphs:
         inputs, logits = self._inputs.of(size), self._logits[:size]
 
         def work() -> None:
-            self._inputs.pick_tokens(size)
+            self._inputs.advance(size)
             logits.copy_(compute(inputs))
             if self._chooser is not None:
                 self._chooser.record(logits, self._inputs.sampled[:size])

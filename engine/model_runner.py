@@ -18,7 +18,8 @@ from engine.attention.interface import AttentionBatch
 from engine.attention.registry import Heads, choose_attention
 from engine.checkpoint import Checkpoint
 from engine.copies import upload
-from engine.cuda_graphs import Capture, DecodeGraphs, DecodeInputs, choose_capture
+from engine.cuda_graphs import Capture, DecodeGraphs, choose_capture
+from engine.decode_inputs import DecodeInputs, choose_advance
 from engine.kv.pool import KvCache
 from engine.layers.linear import Loader
 from engine.layers.ops import choose_ops
@@ -109,6 +110,7 @@ class ModelRunner:
             loader = Loader(checkpoint, tp, self.device, torch_dtype, products, quantization, packing, keeps_codes, ops)
             self._model = self._load(checkpoint, loader, report or (lambda line: None))
         self._native = products if isinstance(products, Native) else None
+        self._advance = choose_advance(products)
         if capture is None:
             obstacle = self._attention.static_obstacle(self.block_size, self._kv_dtype)
             capture, self.graphs_reason = choose_capture(graphs_up_to, self.device, tp.size, obstacle)
@@ -282,7 +284,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _capture(self, capture: Capture, most: int, width: int) -> tuple[DecodeGraphs | None, str]:
         def compute(inputs: DecodeInputs) -> torch.Tensor:
-            hidden = self._compute(inputs.token_ids, inputs.positions, inputs.slots.long(), inputs.batch)
+            hidden = self._compute(inputs.token_ids, inputs.positions, inputs.slots, inputs.batch)
             return self._model.logits(hidden, inputs.logits_indices)
 
         try:
@@ -295,6 +297,7 @@ class ModelRunner:
                 scratch_block=self._num_blocks,
                 vocab_size=self.config.vocab_size,
                 device=self.device,
+                advance=self._advance,
                 agree=self._is_so_on_every_rank,
                 chooser_of=None if self._sampler is None else self._sampler.reserve,
             )

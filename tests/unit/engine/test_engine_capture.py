@@ -15,13 +15,11 @@ import pytest
 import torch
 from checkpoints import VOCAB_SIZE, make_checkpoint
 from engine_steps import make_runner, on_each_rank
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from engine.attention.flash import FlashAttention
-from engine.cuda_graphs import CudaCapture, DecodeGraphs, InputMemory
+from engine.cuda_graphs import CudaCapture, DecodeGraphs
 from engine.model_runner import ModelRunner
 from engine.sampling.params import SampleRow, SamplingParams
 from engine.sampling.sampler import Sampler
@@ -38,42 +36,6 @@ def _starting_at(starts: list[int], block_size: int) -> StepInput:
     tables = [tuple(range(width * i, width * i + width)) for i in range(len(starts))]
     slices = [SequenceSlice((i + 1,), start, tables[i], True) for i, start in enumerate(starts)]
     return build_step(slices, block_size)
-
-
-@given(
-    batches=st.lists(st.lists(st.integers(0, 99), max_size=9), min_size=1, max_size=3),
-    spare=st.integers(0, 5),
-    width=st.integers(7, 12),
-    block_size=st.sampled_from([16, 64]),
-)
-def test_inputs_are_the_steps_and_what_pads_them_is_in_the_scratch_block(
-    batches: list[list[int]], spare: int, width: int, block_size: int
-) -> None:
-    """Of one step after another in the same memory, with their block tables as far as they reach."""
-    scratch = 1000
-    memory = InputMemory(14, width, block_size, scratch, CPU)
-    for starts in batches:
-        step = _starting_at(starts, block_size)
-        count, size = len(starts), len(starts) + spare
-
-        memory.fill(step, size)
-        memory.pick_tokens(size)
-        inputs = memory.of(size)
-
-        paged = inputs.batch.paged
-        vectors = [inputs.token_ids, inputs.positions, inputs.slots, paged.seqlens_k]
-        wanted = [step.token_ids, step.positions, step.slot_mapping, step.seqlens_k]
-        for ours, theirs in zip(vectors, wanted, strict=True):
-            assert ours.shape == (size,) and ours.dtype == torch.int32 and ours.is_contiguous()
-            assert ours[:count].tolist() == theirs.tolist()
-        assert paged.cu_seqlens_k.tolist() == [0, *np.cumsum(paged.seqlens_k.numpy())]
-        assert paged.cu_seqlens_q.tolist() == list(range(size + 1))
-        columns = step.block_tables.shape[1]
-        assert paged.block_table.shape == (size, width)
-        assert paged.block_table[:count, :columns].tolist() == step.block_tables.tolist()
-        assert (paged.block_table[count:, 0] == scratch).all()
-        assert (inputs.slots[count:] == scratch * block_size).all() and (paged.seqlens_k[count:] == 1).all()
-        assert not inputs.token_ids[count:].any() and not inputs.positions[count:].any()
 
 
 class _Made(TorchDispatchMode):
@@ -135,24 +97,28 @@ def test_a_replayed_step_takes_no_memory() -> None:
 
 
 def test_a_step_that_chooses_its_tokens_leaves_them_where_the_next_one_looks() -> None:
-    """No memory is taken and no token is moved; a step that was not prepared for chooses none."""
+    """No memory is taken, no token is moved, and nothing is sent to a step that goes on with the rows of the last one.
+    A step that was not prepared for chooses none."""
     chooser = _Chooser()
     graphs = _graphs(chooser)
     assert graphs.chooses and chooser.recorded == [(size, size) for size in reversed(graphs.sizes)]
     rows = [SampleRow(SamplingParams(), i, (1,), ()) for i in range(3)]
     known = _starting_at([3, 99, 17], 16)
-    ahead = replace(known, token_ids=np.array([-2, -1, -3], dtype=np.int32))
+    second, third = (
+        replace(_starting_at([3 + n, 99 + n, 17 + n], 16), token_ids=np.array([-2, -1, -3], dtype=np.int32))
+        for n in (1, 2)
+    )
     chosen_elsewhere = torch.tensor([7, 8, 9], dtype=torch.int32)
     chosen_here = graphs._inputs.sampled[:3]
-    for step, sampled, num_copies in ((known, None, 2), (ahead, chosen_elsewhere, 3), (ahead, chosen_here, 2)):
+    for step, sampled, num_copies in ((known, None, 2), (second, chosen_elsewhere, 3), (third, chosen_here, 0)):
         with _Made() as made, _Copies() as copies:
             graphs.prepare(rows)
             _, samples = graphs.run(step, sampled)
         assert samples is not None and made.names == []
-        assert copies.count == num_copies, "of inputs and block tables, and of tokens from elsewhere"
+        assert copies.count == num_copies, "what is new, to the device and to its place; tokens from elsewhere"
         assert samples.token_ids.data_ptr() == chosen_here.data_ptr() and len(samples.token_ids) == 3
         samples.token_ids.copy_(torch.tensor([4, 5, 6], dtype=torch.int32))  # as the recording would
-    graphs._inputs.pick_tokens(4)
+    graphs._inputs.advance(4)
     assert graphs._inputs.of(4).token_ids.tolist()[:3] == [5, 4, 6]
     assert graphs.run(known)[1] is None
     assert chooser.placed == [3, 3, 3, 0]

@@ -1,0 +1,222 @@
+"""The inputs of captured decode steps: kept on the device from step to step, and sent only where they differ.
+
+The device keeps the rows of a decode step: of each its token (or where the step before has put it), its position and
+its block table. A recording begins with `advance`: every row is one token further than in the step before, and slots
+and lengths follow from positions and tables. So a step that goes on with the rows of the one before needs nothing from
+the host but the blocks that its sequences have got since.
+
+The host has the same memory (`_mirror`) and takes the same step in it. What a step wants and the mirror does not have
+is sent, a place and a value each: rows that join, leave or move send their row. Nobody has to say what has happened
+between two recordings (prompts, preemptions, forks, steps that were launched otherwise): invariant is alone that
+mirror and device are equal. Knows no model and no graphs.
+
+Legend: n rows of a padded step, S sequences, B blocks of the longest sequence, E entries that are sent.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import cycle
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.attention.interface import AttentionBatch, PagedBatch
+from engine.quantization.interface import Kernels, TritonProducts
+from engine.step_input import IntArray, SequenceSlice, StepInput, build_step
+
+IDLE = -2
+"""Position of a row that belongs to no sequence; -1 is that before a sequence's first token."""
+_MOST_ENTRIES = 1 << 16
+"""Entries that are sent in one copy."""
+
+
+@dataclass(frozen=True)
+class DecodeInputs:
+    """One forward pass over n sequences of one token each, all of it in fixed memory."""
+
+    token_ids: torch.Tensor  # int32 [n]
+    positions: torch.Tensor  # int32 [n]
+    slots: torch.Tensor  # int64 [n]
+    logits_indices: torch.Tensor  # int32 [n], every row
+    batch: AttentionBatch
+
+
+@dataclass(frozen=True)
+class DecodeRows:
+    """The memory of up to N rows on the device: what is kept, and below it what `advance` makes of that."""
+
+    sampled: torch.Tensor  # int32 [N], the tokens that the step before led to
+    kept_tokens: torch.Tensor  # int32 [N], as in a step: -1 - r is the token at r of `sampled`
+    kept_positions: torch.Tensor  # int32 [N], or IDLE
+    tables: torch.Tensor  # int32 [N, B]; an idle row's first block is the scratch block
+    token_ids: torch.Tensor  # int32 [N]
+    positions: torch.Tensor  # int32 [N], 0 of idle rows
+    slots: torch.Tensor  # int64 [N]
+    lengths: torch.Tensor  # int32 [N]
+    length_sums: torch.Tensor  # int32 [N + 1], the first 0
+
+
+Advance = Callable[[DecodeRows, int, int], None]
+"""Takes the first so many rows one token further, in blocks of so many tokens. Takes no memory outside of a recording's
+pool and waits for nothing."""
+
+
+def advance_rows(rows: DecodeRows, size: int, block_size: int) -> None:
+    """`Advance` in plain torch."""
+    kept, positions, lengths = rows.kept_positions[:size], rows.positions[:size], rows.lengths[:size]
+    kept.add_(kept > IDLE)
+    torch.clamp(kept, min=0, out=positions)
+    blocks = rows.tables[:size].gather(1, (positions // block_size).long()[:, None])[:, 0]
+    rows.slots[:size].copy_(blocks.long() * block_size + positions % block_size)
+    torch.add(positions, 1, out=lengths)
+    torch.cumsum(lengths, 0, dtype=torch.int32, out=rows.length_sums[1 : size + 1])
+    tokens = rows.kept_tokens[:size]
+    sampled = rows.sampled.index_select(0, (-1 - tokens).clamp(min=0))
+    torch.where(tokens < 0, sampled, tokens, out=rows.token_ids[:size])
+
+
+def choose_advance(kernels: Kernels | None) -> Advance:
+    """One launch where Baton's kernels compute on a GPU, 18 in plain torch."""
+    if isinstance(kernels, TritonProducts):
+        found: Advance = importlib.import_module("engine.triton.decode_rows").advance_rows
+        return found
+    return advance_rows
+
+
+class InputMemory:
+    """The fixed memory that the recordings of all sizes read, and the way there.
+
+    A recording leaves the tokens that it leads to in `sampled`, where the next one looks for them.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        width: int,
+        block_size: int,
+        scratch_block: int,
+        device: torch.device,
+        advance: Advance = advance_rows,
+    ) -> None:
+        """`most` rows of `width` blocks. Idle rows write to and read from the scratch block."""
+        self._most, self._width, self._block_size, self._scratch_block = most, width, block_size, scratch_block
+        self._device, self._advance = device, advance
+
+        def zeros(size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        self._mirror: IntArray = np.zeros(most * (2 + width), dtype=np.int32)
+        self._mirror_vectors = self._mirror[: 2 * most].reshape(2, most)
+        self._mirror_tables = self._mirror[2 * most :].reshape(most, width)
+        self._mirror_vectors[1] = IDLE
+        self._mirror_tables[:, 0] = scratch_block
+        self._kept = torch.from_numpy(self._mirror).to(device, copy=True)
+        tokens, positions = self._kept[: 2 * most].view(2, most)
+        made = (zeros(most), zeros(most), zeros(most, torch.int64), zeros(most), zeros(most + 1))
+        self.sampled = zeros(most)
+        self._rows = DecodeRows(self.sampled, tokens, positions, self._kept[2 * most :].view(most, width), *made)
+        self._every = torch.arange(most + 1, dtype=torch.int32, device=device)
+        self._arrived = zeros(3 * min(_MOST_ENTRIES, len(self._kept)))
+        self._staging = cycle([_Staging(len(self._arrived), device), _Staging(len(self._arrived), device)])
+
+    def fill(self, step: StepInput, size: int, sampled: torch.Tensor | None = None) -> None:
+        """Has the next recording of `size` rows, which must follow, compute this decode step; rows beyond it are idle.
+
+        `sampled` [R], no more than the largest size: the tokens that the step before led to, if it needs them.
+        """
+        count = len(step.seqlens_k)
+        assert count <= size, f"{count} sequences do not fit in a step of {size}"
+        assert sampled is not None or not step.has_unread_tokens, "tokens of the step before are missing"
+        if sampled is not None and sampled.data_ptr() != self.sampled.data_ptr():
+            self.sampled[: len(sampled)].copy_(sampled)
+        places, values = self._missing(step, count, size)
+        if len(places):
+            self._mirror[places] = values
+            self._send(places, values)
+        positions = self._mirror_vectors[1, :size]
+        positions += positions > IDLE
+
+    def advance(self, size: int) -> None:
+        """Makes the inputs of a step out of what is kept; the beginning of a recording."""
+        self._advance(self._rows, size, self._block_size)
+
+    def of(self, size: int) -> DecodeInputs:
+        """Returns what a recording of this size reads."""
+        rows = self._rows
+        paged = PagedBatch(
+            cu_seqlens_q=self._every[: size + 1],
+            cu_seqlens_k=rows.length_sums[: size + 1],
+            seqlens_k=rows.lengths[:size],
+            block_table=rows.tables[:size],
+            max_seqlen_q=1,
+            max_seqlen_k=self._width * self._block_size,
+        )
+        anything = build_step([SequenceSlice((0,), 0, (self._scratch_block,), True)] * size, self._block_size)
+        batch = AttentionBatch(anything, self._block_size, self._device, paged)
+        return DecodeInputs(rows.token_ids[:size], rows.positions[:size], rows.slots[:size], self._every[:size], batch)
+
+    def _missing(self, step: StepInput, count: int, size: int) -> tuple[npt.NDArray[np.int64], IntArray]:
+        """Places of what is kept that must change before this step, and their values, [E] each.
+
+        Columns behind a step's tables, and tables of idle rows behind their first block, are read by nobody.
+        """
+        vectors = np.zeros((2, size), dtype=np.int32)
+        vectors[0, :count], vectors[1, :count], vectors[1, count:] = step.token_ids, step.positions - 1, IDLE
+        tables = step.block_tables[:, : self._width]
+        scratch = np.full((size - count, 1), self._scratch_block, dtype=np.int32)
+        places, values = [], []
+        for first, stride, kept, wanted in (
+            (0, self._most, self._mirror_vectors[:, :size], vectors),
+            (2 * self._most, self._width, self._mirror_tables[:count, : tables.shape[1]], tables),
+            (2 * self._most + count * self._width, self._width, self._mirror_tables[count:size, :1], scratch),
+        ):
+            different = np.flatnonzero(kept != wanted)
+            if len(different):
+                rows, columns = np.divmod(different, wanted.shape[1])
+                places.append(first + rows * stride + columns)
+                values.append(wanted[rows, columns])
+        if not places:
+            return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32)
+        return np.concatenate(places), np.concatenate(values)
+
+    def _send(self, places: npt.NDArray[np.int64], values: IntArray) -> None:
+        most = len(self._arrived) // 3
+        for first in range(0, len(places), most):
+            some = slice(first, first + most)
+            num_entries, staging = len(places[some]), next(self._staging)
+            host = staging.writable()
+            host[: 2 * num_entries].view(np.int64)[:] = places[some]
+            host[2 * num_entries : 3 * num_entries] = values[some]
+            arrived = self._arrived[: 3 * num_entries]
+            staging.copy_to(arrived)
+            at, new = arrived[: 2 * num_entries].view(torch.int64), arrived[2 * num_entries :]
+            self._kept.index_copy_(0, at, new)
+
+
+class _Staging:
+    """Host memory from which entries are copied; on the way to a GPU page-locked, since only such a copy is queued.
+
+    A queued copy may still be read from its host memory while the next step is laid out: so there are two, in turn.
+    """
+
+    def __init__(self, num_elements: int, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        self._memory = torch.empty(num_elements, dtype=torch.int32, pin_memory=is_cuda)
+        self._array: npt.NDArray[np.int32] = self._memory.numpy()
+        self._copied: torch.cuda.Event | None = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+
+    def writable(self) -> npt.NDArray[np.int32]:
+        """The memory, once the last copy from it is over."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._array
+
+    def copy_to(self, target: torch.Tensor) -> None:
+        """Queues a copy of the first elements."""
+        target.copy_(self._memory[: len(target)], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(target.device))
