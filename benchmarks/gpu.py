@@ -44,6 +44,9 @@ LEAST_S = 10.0
 """A part is not started with less time than this."""
 SPARE_S = 5.0
 """Of the whole budget, for this program's own end."""
+LAST_WORDS_S = 5.0
+"""For the end of a process that was killed, and of its output: one that hangs in the driver may never end, and what has
+left its session may hold its output open. Nobody waits longer for either."""
 SLOWER_ON_CPU = 4
 """Limits on a CPU, which other programs may use, too."""
 MOST_PROCESSES = 8
@@ -176,10 +179,12 @@ def revision() -> str:
         "prefill_worker",
         "decode_worker",
         "worker",
+        "router",
+        "tools",
         "tests",
     ):
         for path in sorted((ROOT / name).rglob("*.py")):
-            if name != "tests" or path.parent.name in ("gpu", "support"):
+            if name != "tests" or path.parent.name in ("gpu", "support", "engine"):
                 digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]
 
@@ -216,16 +221,16 @@ def run_part(part: Part, device: str, limit_s: float, results: Results, log: Pat
         with process.stdout as output, log.open("a", encoding="utf-8") as file:
             print(f"== {part.name}: {' '.join(command)}", file=file)
             for line in output:
-                text, mark, told = line.partition(MARK)  # pytest may have begun a line of dots
-                if mark:
-                    outcome.findings.append(json.loads(told))
-                    results.append(part.name, found=outcome.findings[-1])
+                text, finding = _finding_in(line)
+                if finding is not None:
+                    outcome.findings.append(finding)
+                    results.append(part.name, found=finding)
                 if text:
                     said.append(text)
                     file.write(text)
                     file.flush()
 
-    reader = threading.Thread(target=read)
+    reader = threading.Thread(target=read, daemon=True)
     reader.start()
     try:
         code = process.wait(limit_s)
@@ -233,7 +238,7 @@ def run_part(part: Part, device: str, limit_s: float, results: Results, log: Pat
         code = None
     finally:
         _kill_group(process)
-        reader.join()
+        reader.join(LAST_WORDS_S)
     outcome.seconds = round(time.monotonic() - began, 1)
     outcome.status, outcome.error = judge(code, said, outcome.findings, limit_s)
     if part.tests and device != "cpu" and outcome.status == "ok" and not outcome.findings[-1].get("passed"):
@@ -261,11 +266,29 @@ def judge(code: int | None, said: list[str], findings: list[dict[str, Any]], lim
     return "ok", ""
 
 
+def _finding_in(line: str) -> tuple[str, dict[str, Any] | None]:
+    """A line of a part's output: what stands before a finding, and that. Pytest may have begun a line of dots. One that
+    is cut off, or that another process has written into, is text."""
+    text, mark, told = line.partition(MARK)
+    if not mark:
+        return line, None
+    try:
+        return text, json.loads(told)
+    except ValueError:
+        return line, None
+
+
 def _kill_group(process: subprocess.Popen[str]) -> None:
     """Ends what is left of a part, its own processes only: it leads a session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(LAST_WORDS_S)
+
+
+def end_with_parts() -> None:
+    """A run that is asked to end takes the part that it runs along, which has a session of its own."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def _last_line(said: list[str]) -> str:
@@ -361,4 +384,5 @@ def main(
 
 
 if __name__ == "__main__":
+    end_with_parts()
     typer.run(main)

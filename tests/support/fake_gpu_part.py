@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
-from benchmarks.gpu_part import NO_DEVICE, Clock, attempt, found, run_named
+from benchmarks.gpu_part import MARK, NO_DEVICE, Clock, attempt, found, run_named
 
 
 def good(device: str, clock: Clock) -> None:
@@ -27,6 +29,19 @@ def late(device: str, clock: Clock) -> None:
     threading.Event().wait()
 
 
+def torn(device: str, clock: Clock) -> None:
+    """Another process writes into one of its lines."""
+    print(f'{MARK}{{"name": "torn", "val an error of another process', flush=True)
+    found("whole", value=1)
+
+
+def leaving(device: str, clock: Clock) -> None:
+    """Leaves a process that is no longer of its session, and holds its output."""
+    code = "import signal; signal.alarm(60); signal.pause()"
+    left = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    found("left", pid=left.pid)
+
+
 def missing(device: str, clock: Clock) -> None:
     import grpc_health_that_is_not_there  # noqa: F401
 
@@ -37,4 +52,6 @@ def absent(device: str, clock: Clock) -> None:
 
 
 if __name__ == "__main__":
-    run_named({"good": good, "bad": bad, "late": late, "missing": missing, "absent": absent})
+    run_named(
+        {"good": good, "bad": bad, "late": late, "torn": torn, "leaving": leaving, "missing": missing, "absent": absent}
+    )

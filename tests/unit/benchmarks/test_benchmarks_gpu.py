@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
+import threading
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 import pytest
@@ -55,6 +60,14 @@ def test_a_part_that_has_ended_is_not_run_again_for_the_same_sources(tmp_path: P
     assert count.read_text() == "xxx"
 
 
+@pytest.mark.parametrize("path", ["router/api/service.py", "tests/unit/engine/test_engine_triton_ops.py"])
+def test_a_change_of_what_a_part_runs_makes_its_results_old(tmp_path: Path, path: str) -> None:
+    before = gpu.revision()
+    (tmp_path / path).parent.mkdir(parents=True)
+    (tmp_path / path).write_text("changed")
+    assert gpu.revision() != before
+
+
 def test_results_of_another_folder_count_and_a_line_that_was_cut_off_does_not(tmp_path: Path) -> None:
     run(tmp_path, fake("good"))
     whole = tmp_path / "results.jsonl"
@@ -70,6 +83,57 @@ def test_a_late_part_is_ended_and_keeps_what_it_has_found(tmp_path: Path) -> Non
     run(tmp_path, fake("late", limit_s=1.0))
     assert len(Results(tmp_path, KEY, ()).known["late"].findings) == 1
     assert not psutil.pid_exists(late.findings[0]["pid"])
+
+
+def test_a_finding_that_another_process_has_written_into_costs_nothing_but_itself(tmp_path: Path) -> None:
+    """The thread that reads ended there, and the part stood still once its output was full."""
+    (torn,) = run(tmp_path, fake("torn"))
+    assert torn.status == "ok" and torn.findings == [{"name": "whole", "value": 1}]
+    assert "an error of another process" in (tmp_path / "parts.log").read_text()
+
+
+def test_nobody_waits_for_what_has_left_a_part_and_holds_its_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "LAST_WORDS_S", 0.2)
+    (leaving,) = run(tmp_path, fake("leaving"))
+    left = psutil.Process(leaving.findings[0]["pid"])
+    assert leaving.status == "ok" and left.is_running()
+    left.kill()
+
+
+def test_nobody_waits_for_a_process_that_the_driver_does_not_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stuck:
+        pid = 1
+        waited: ClassVar[list[float]] = []
+
+        def wait(self, timeout_s: float) -> None:
+            self.waited.append(timeout_s)
+            raise subprocess.TimeoutExpired("a part", timeout_s)
+
+    monkeypatch.setattr(os, "killpg", lambda pid, number: None)
+    gpu._kill_group(Stuck())  # type: ignore[arg-type]
+    assert Stuck.waited == [gpu.LAST_WORDS_S]
+
+
+def test_a_run_that_is_told_to_end_takes_its_part_along(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    log = tmp_path / "results.jsonl"
+
+    def end_it() -> None:
+        while not (log.exists() and '"found"' in log.read_text()):
+            threading.Event().wait(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    try:
+        gpu.end_with_parts()
+        threading.Thread(target=end_it, daemon=True).start()
+        with pytest.raises(SystemExit):
+            run(tmp_path, fake("late"))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    found = [json.loads(line)["found"] for line in log.read_text().splitlines() if '"found"' in line]
+    assert not psutil.pid_exists(found[0]["pid"])
 
 
 def test_nothing_is_begun_without_time(tmp_path: Path) -> None:
