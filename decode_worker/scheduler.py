@@ -139,7 +139,7 @@ class DecodeScheduler:
             while needed > 0 and sequence not in preempted and not self._blocks.can_allocate(needed):
                 preempted.append(self._preempt_youngest())
             if needed > 0 and sequence not in preempted:
-                sequence.block_table += self._blocks.allocate(needed)
+                sequence.block_table.extend(self._blocks.allocate(needed))
         return preempted
 
     def _preempt_youngest(self) -> Sequence:

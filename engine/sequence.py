@@ -17,7 +17,7 @@ from cluster.pb import worker_pb2
 from engine.kv.block_manager import BlockManager
 from engine.sampling.constraint import Constraint
 from engine.sampling.params import SampledToken, SampleRow, SamplingParams
-from engine.step_input import ScoredSpan, SequenceSlice
+from engine.step_input import BlockTable, ScoredSpan, SequenceSlice, table_of
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Sequence:
     """Order of arrival at this worker; the largest is the youngest."""
     fan_out: int = 1
     output_token_ids: list[int] = field(default_factory=list)
-    block_table: list[int] = field(default_factory=list)
+    block_table: BlockTable = field(default_factory=table_of)
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     unread_row: int | None = None
@@ -155,7 +155,7 @@ class Sequence:
         """The next `num_tokens` tokens as a share of a step; asks for logits when they reach the end."""
         start = self.num_computed_tokens
         end = start + num_tokens
-        table, is_end = tuple(self.block_table), end == self.num_tokens
+        table, is_end = self.block_table[:], end == self.num_tokens
         new = self.tokens(start, end) if self.unread_row is None else (-1 - self.unread_row,)
         return SequenceSlice(new, start, table, is_end, self._scored_span(start, end))
 
@@ -198,7 +198,7 @@ def claim_blocks(sequence: Sequence, blocks: BlockManager) -> bool:
     if not blocks.can_allocate(needed - len(cached)):
         blocks.release(cached)
         return False
-    sequence.block_table = cached + blocks.allocate(needed - len(cached))
+    sequence.block_table = table_of(cached + blocks.allocate(needed - len(cached)))
     sequence.num_computed_tokens = sequence.num_cached_tokens = len(cached) * blocks.block_size
     return True
 
@@ -229,7 +229,7 @@ def keep_blocks(sequence: Sequence, blocks: BlockManager, num_tokens: int) -> in
 def release_blocks(sequence: Sequence, blocks: BlockManager) -> None:
     """Returns every block; the sequence can be recomputed from its tokens."""
     blocks.release(sequence.block_table)
-    sequence.block_table = []
+    sequence.block_table = table_of()
     sequence.num_computed_tokens = 0
 
 

@@ -9,8 +9,11 @@ A step may be launched before the tokens are read that the step before it led to
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +21,15 @@ import numpy.typing as npt
 from cluster.step_cost import StepSize
 
 IntArray = npt.NDArray[np.int32]
+BlockTable: TypeAlias = "array[int]"
+"""Block ids of one sequence, int32, so that a step takes them as bytes and not one by one."""
 _NO_COPIES: IntArray = np.zeros((0, 2), dtype=np.int32)
 _NO_SCORES: IntArray = np.zeros((0, 3), dtype=np.int32)
+
+
+def table_of(blocks: Iterable[int] = ()) -> BlockTable:
+    """Makes the table of these blocks."""
+    return array("i", blocks)
 
 
 @dataclass(frozen=True)
@@ -98,7 +108,8 @@ class SequenceSlice:
     token_ids: tuple[int, ...]
     """Below 0: not read yet, as in `StepInput`."""
     start: int
-    block_table: tuple[int, ...]
+    block_table: Sequence[int]
+    """A `BlockTable` where it should be quick."""
     wants_logits: bool
     scored: ScoredSpan | None = None
 

@@ -27,6 +27,7 @@ from engine.sequence import (
     release_blocks,
 )
 from engine.step_budget import StepBudget
+from engine.step_input import table_of
 from kv_transfer.actions import Actions, Chunk, Fail, Land, Ready, ReleasePages, Reserve, SendMessage
 from worker.handoff_connection import HandoffConnection, HandoffMessage
 from worker.reporter import Reporter
@@ -318,7 +319,7 @@ class DecodeRole:
         """The first child takes the prompt's blocks as they are, the others fork from it."""
         prompt, heir = task.prompt, born[0]
         heir.block_table, heir.num_computed_tokens = prompt.block_table, prompt.num_computed_tokens
-        prompt.block_table = []
+        prompt.block_table = table_of()
         task.live = {child.index: child for child in born}
         self._scheduler.join(heir)
         self._scheduler.fork(heir, born[1:], task.spare)

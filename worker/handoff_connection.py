@@ -18,7 +18,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -257,7 +257,7 @@ class HandoffConnection:
         """The first tokens are sampled: from now on the client waits for the hand-off alone."""
         self._context.metrics.first_tokens(key, self._context.clock())
 
-    def gather(self, chunk: Chunk, table: list[int], after_step: int, done: Callable[[Chunk], None]) -> None:
+    def gather(self, chunk: Chunk, table: Sequence[int], after_step: int, done: Callable[[Chunk], None]) -> None:
         """Copies a chunk from pages to its send slot once `after_step` steps have run; `done` is always called."""
 
         def finish(error: str, kind: ErrorKind, size_bytes: int) -> None:
@@ -282,7 +282,7 @@ class HandoffConnection:
         command = rank_pb2.RankCommand(send=rank_pb2.Send(pair_epoch=self.epoch, slot=chunk.slot))
         self._context.issue(command, finish)
 
-    def land(self, chunk: Chunk, table: list[int], done: Callable[[Chunk, str, Failed.Reason], None]) -> None:
+    def land(self, chunk: Chunk, table: Sequence[int], done: Callable[[Chunk, str, Failed.Reason], None]) -> None:
         """Receives a chunk into its slot and writes it to pages; `done` is always called, with the error, if any."""
 
         def finish(error: str, kind: ErrorKind, size_bytes: int) -> None:
@@ -394,7 +394,7 @@ def _reason_of(kind: ErrorKind) -> Failed.Reason:
     return Failed.REASON_CORRUPT if is_corrupt else Failed.REASON_TRANSFER_FAILED
 
 
-def _pages_of(chunk: Chunk, block_table: list[int], after_step: int) -> rank_pb2.ChunkPages:
+def _pages_of(chunk: Chunk, block_table: Sequence[int], after_step: int) -> rank_pb2.ChunkPages:
     return rank_pb2.ChunkPages(
         pair_epoch=chunk.epoch, chunk=chunk.to_proto(), block_table=block_table, after_step=after_step
     )

@@ -8,13 +8,14 @@ from engine.kv.block_manager import BlockManager
 from engine.sampling.params import SamplingParams
 from engine.sequence import Request, Sequence
 from engine.step_budget import StepBudget
+from engine.step_input import table_of
 
 
 def running(scheduler: DecodeScheduler, blocks: BlockManager, length: int, arrival: int) -> Sequence:
     """A sequence whose prompt is computed, with its first token sampled."""
     request = Request(RequestKey(f"r{arrival}", 1), tuple(range(length)), SamplingParams(), use_prefix_cache=False)
     sequence = Sequence(request, 0, arrival, output_token_ids=[1])
-    sequence.block_table = blocks.allocate(-(-length // blocks.block_size))
+    sequence.block_table = table_of(blocks.allocate(-(-length // blocks.block_size)))
     sequence.num_computed_tokens = length
     scheduler.join(sequence)
     return sequence
@@ -35,7 +36,7 @@ def test_the_youngest_gives_way_when_the_pool_is_full() -> None:
     old, _, young = (running(scheduler, blocks, 4, arrival) for arrival in range(3))
     scheduled, preempted = scheduler.plan(StepBudget(100))
     assert preempted[0] is young and scheduled[0].sequence is old
-    assert young.block_table == [] and young.num_computed_tokens == 0
+    assert not young.block_table and young.num_computed_tokens == 0
     assert scheduler.num_waiting == len(preempted) == scheduler.num_preemptions
 
 

@@ -20,7 +20,7 @@ from engine.sampling.params import SampledToken, SamplingParams
 from engine.sampling.prompt_logprobs import score_rows
 from engine.sequence import Request, claim_blocks, publish_blocks, release_blocks
 from engine.sequence import Sequence as EngineSequence
-from engine.step_input import ScoredSpan, SequenceSlice, StepInput, build_step
+from engine.step_input import ScoredSpan, SequenceSlice, StepInput, build_step, table_of
 from engine.tp import TPGroup
 
 NUM_TOKENS = 60
@@ -52,7 +52,7 @@ def a_sequence(prompt: Sequence[int] = PROMPT, *, prompt_logprobs: int | None = 
 def score_in_chunks(runner: ModelRunner, chunks: Sequence[int]) -> list[SampledToken]:
     """What a worker does with a prompt."""
     sequence, told = a_sequence(), []
-    sequence.block_table = list(scattered_table(runner, NUM_TOKENS))
+    sequence.block_table = table_of(scattered_table(runner, NUM_TOKENS))
     for size in chunks:
         output = runner.run(build_step([sequence.slice(size)], runner.block_size))
         sequence.num_computed_tokens += size
