@@ -35,7 +35,7 @@ from engine.sampling.samples import Samples
 from engine.step_input import StepInput
 from worker.handoff_connection import Done, Post
 from worker.rank import OVERLAP_TOKENS, ErrorKind, RankExecutor, Reply
-from worker.rank_socket import RankConnection, read_frame, write_frame
+from worker.rank_socket import RankConnection, frame_of, read_frame, write_frame
 from worker.step_meter import StepMeter
 from worker.steps import DeviceSpan
 
@@ -286,8 +286,9 @@ class RankGroup:
         self._local.close()
 
     def _broadcast(self, command: rank_pb2.RankCommand) -> None:
+        frame = frame_of(command) if self._followers else b""
         for sock in self._followers:
-            write_frame(sock, command)
+            sock.sendall(frame)
 
     def _listen(self, rank: int, sock: RankConnection) -> None:
         try:

@@ -175,8 +175,13 @@ def _ready(sock: socket.socket, tls: InternalTls | None, *, is_server: bool) -> 
 
 
 def write_frame(sock: RankConnection, message: Message) -> None:
+    sock.sendall(frame_of(message))
+
+
+def frame_of(message: Message) -> bytes:
+    """A frame's bytes, for who sends one to several ranks."""
     data = message.SerializeToString()
-    sock.sendall(_HEADER.pack(len(data)) + data)
+    return _HEADER.pack(len(data)) + data
 
 
 def read_frame(sock: RankConnection, message_type: type[M], most_bytes: int = MAX_FRAME_BYTES) -> M:
