@@ -5,6 +5,7 @@ Pure: time is an argument. Requests are known by their sizes only.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 from cluster.demand import Demand
@@ -18,8 +19,10 @@ WINDOW_S = 60.0
 """Requests older than this do not count."""
 LEAST_WINDOW_S = 3.0
 ENOUGH_REQUESTS = 16
-"""The window ends where it holds this many requests, but not before LEAST_WINDOW_S."""
+"""The window is no shorter than what holds this many requests, nor than LEAST_WINDOW_S."""
 _BUCKET_S = 1.0
+_SURE = 3.0
+"""Standard deviations by which what came before must differ from what came since, to be another load."""
 
 
 class _OutputSums:
@@ -58,7 +61,9 @@ class OutputLengths:
 class DemandWindow:
     """Sums over the last seconds, kept in buckets of one second.
 
-    The window is as short as it can be and still hold some requests: a heavy load may change its kind at any moment.
+    A load may change its kind at any moment, and few requests say little of it. So the window goes back as far as
+    requests were alike: piece by piece, until one differs in its rate, prompts or outputs by more than chance would
+    have it (after Bifet and Gavalda, Learning from Time-Changing Data with Adaptive Windowing, 2007).
     """
 
     def __init__(self, lengths: OutputLengths, window_s: float = WINDOW_S) -> None:
@@ -100,13 +105,19 @@ class DemandWindow:
     def sums(self, now: float) -> tuple[float, Demand]:
         """Length of the window in seconds, and the sums over it."""
         self._drop_old(now)
-        total = Demand()
+        total, piece, total_s = Demand(), Demand(), 0.0
         for began, demand in reversed(self._buckets):
-            total += demand
-            if now - began >= LEAST_WINDOW_S and total.num_placed >= ENOUGH_REQUESTS:
-                return now - began, total
+            piece += demand
+            piece_s = now - began - total_s
+            if piece_s >= LEAST_WINDOW_S and piece.num_placed >= ENOUGH_REQUESTS:
+                if total_s and not _are_alike(total, total_s, piece, piece_s):
+                    return total_s, total
+                total, piece, total_s = total + piece, Demand(), total_s + piece_s
         since = now if self._since is None else self._since
-        return min(max(now - since, _BUCKET_S), self._window_s), total
+        whole_s = min(max(now - since, _BUCKET_S), self._window_s)
+        if total_s and (whole_s <= total_s or not _are_alike(total, total_s, piece, whole_s - total_s)):
+            return total_s, total
+        return whole_s, total + piece
 
     def _bucket(self, now: float) -> Demand:
         """The newest bucket, to be added to."""
@@ -120,3 +131,18 @@ class DemandWindow:
     def _drop_old(self, now: float) -> None:
         while self._buckets and now - self._buckets[0][0] >= self._window_s:
             self._buckets.popleft()
+
+
+def _are_alike(one: Demand, one_s: float, other: Demand, other_s: float) -> bool:
+    """Whether two pieces may be of one load, whose arrivals are random, and whose lengths vary as much as their
+    mean."""
+    rates = one.num_arrived / one_s - other.num_arrived / other_s
+    if abs(rates) > _SURE * math.sqrt(one.num_arrived / one_s**2 + other.num_arrived / other_s**2):
+        return False
+    if not (one.num_placed and other.num_placed):
+        return True
+    spread = _SURE * math.sqrt(1 / one.num_placed + 1 / other.num_placed)
+    means = (
+        (each.num_prompt_tokens / each.num_placed, each.num_output_tokens / each.num_placed) for each in (one, other)
+    )
+    return all(abs(a - b) <= spread * (a + b) / 2 for a, b in zip(*means, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from pathlib import Path
 from typing import Any
 
@@ -33,23 +34,39 @@ def test_what_is_older_than_the_window_is_forgotten() -> None:
     assert window.sums(100.0) == (10.0, Demand())
 
 
-def test_under_a_heavy_load_only_the_last_seconds_count() -> None:
+def test_only_what_has_come_since_the_load_turned_counts() -> None:
     window = DemandWindow(OutputLengths())
     for tenth in range(300):
         window.add_arrival(tenth / 10)
         window.add_placement(tenth / 10, 100 if tenth < 240 else 7, 0, 1, 10)
     seconds, told = window.sums(29.9)
-    assert 3 <= seconds < 5 and told.num_placed == told.num_arrived == pytest.approx(10 * seconds, abs=11)
+    assert 3 <= seconds < 6 and told.num_placed == told.num_arrived == pytest.approx(10 * seconds, abs=11)
     assert told.num_prompt_tokens == 7 * told.num_placed
 
 
-def test_the_window_ends_where_there_are_enough_requests() -> None:
+@pytest.mark.parametrize("num_before", [0, 2 * ENOUGH_REQUESTS])
+def test_a_load_has_turned_once_enough_requests_say_so(num_before: int) -> None:
+    """Also where little came before."""
     for missing, expected in ((0, LEAST_WINDOW_S), (1, 20.0)):
         window = DemandWindow(OutputLengths())
         window.add_arrival(0.0)
-        for _ in range(ENOUGH_REQUESTS - missing):
-            window.add_placement(20.0 - LEAST_WINDOW_S, 5, 0, 1, 10)
+        for at, num, num_tokens in ((0.5, num_before, 80), (20.0 - LEAST_WINDOW_S, ENOUGH_REQUESTS - missing, 5)):
+            for _ in range(num):
+                window.add_arrival(at)
+                window.add_placement(at, num_tokens, 0, 1, 10)
         assert window.sums(20.0)[0] == expected
+
+
+def test_a_load_that_stays_as_it_is_counts_as_far_back_as_it_is_known() -> None:
+    draw, window, lengths = random.Random(1), DemandWindow(OutputLengths()), []
+    at = 0.0
+    while at < 200:
+        at += draw.expovariate(4.0)
+        window.add_arrival(at)
+        window.add_placement(at, 1 + round(draw.expovariate(1 / 1000)), 0, 1, 100)
+        lengths.append(window.sums(at)[0])
+    settled = lengths[400:]
+    assert sum(seconds > 30 for seconds in settled) > 0.9 * len(settled)
 
 
 def test_a_router_that_has_just_begun_tells_the_rate_since_then() -> None:
