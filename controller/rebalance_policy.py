@@ -10,9 +10,10 @@ not needed for long goes. Pure: time, load and costs come in, a verdict with its
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cache
 
 from cluster.config.schema import AutoSection, SloSection
 from cluster.demand import Demand
@@ -23,14 +24,18 @@ from controller.goodput_model import (
     SplitService,
     TypicalRequest,
     WorkerModel,
+    best_split,
     score_of,
-    scores_of,
     service_of,
     usual_request,
 )
 
 _ALIKE = 1.5
 """Times longer or shorter: prompts and outputs of another kind, of which what was seen says nothing."""
+_AS_MUCH = 0.98
+"""Share of what these workers serve that is enough of fewer."""
+_WORTH_A_WORKER = 0.1
+"""Share by which one more worker must serve more, at least."""
 _HOLDS_S = 300.0
 """For so long what was seen of a split is believed while the cluster has another."""
 
@@ -138,20 +143,16 @@ class AutoRatio:
             return self._idle(now, bounds, num_prefill) or unknown
         service = service_of(usual, worker, self._slo)
         rate = demand.num_arrived / window_s
-        self._look(now, usual, demand, window_s, num_prefill, service.of(num_prefill, bounds.num_workers))
+        self._look(now, usual, demand, window_s, num_prefill, service, bounds.num_workers)
         observed = {split: one for split, one in self._seen.items() if one.applies_to(usual, now)}
         seen = {split: one.rate for split, one in observed.items()}
-        believed = dict(seen)
-        if num_prefill in observed:
-            doubt = observed[num_prefill].doubt
-            believed = {p: doubt * service.of(p, bounds.num_workers) for p in bounds.splits} | seen
+        doubt = observed[num_prefill].doubt if num_prefill in observed else 1.0
         # Few arrivals may be many by chance: what is asked for is what probably is, and some more.
         asked = rate * (1 - 0.5 / math.sqrt(max(1.0, demand.num_arrived))) * (1 + self._patience.headroom)
-        scores = scores_of(service, bounds, asked, believed)
-        score = score_of(service, num_prefill, bounds, asked, believed)
-        best = max(scores, key=lambda p: (scores[p], -abs(p - num_prefill)))
-        gain = scores[best] / score - 1 if score > 0 else math.inf
-        summary = _summary(service, usual, rate, bounds, num_prefill, best, gain, seen)
+        score = cache(lambda split: score_of(service, split, bounds, asked, seen, doubt))
+        best = best_split(score, bounds, num_prefill)
+        gain = score(best) / score(num_prefill) - 1 if score(num_prefill) > 0 else math.inf
+        summary = _summary(score, service, asked, usual, rate, bounds, num_prefill, best, seen)
         if best != num_prefill and gain > self._patience.margin:
             self._size = None
             held = self._hold(now, best, num_prefill)
@@ -160,7 +161,7 @@ class AutoRatio:
                 return RebalanceDecision(num_prefill, bounds.num_workers, reason, f"stays: {why}; {summary}", gain)
             return RebalanceDecision(best, bounds.num_workers, Reason.MOVES, f"moves: {summary}", gain)
         self._wanted = None
-        resized = self._resized(now, service, bounds, asked, score)
+        resized = self._resized(now, service, bounds, asked, score(best), num_prefill)
         if resized is not None:
             return replace(resized, why=f"{resized.why}; {summary}")
         reason = Reason.BEST if best == num_prefill else Reason.MARGIN
@@ -177,23 +178,25 @@ class AutoRatio:
             self._seen.clear()
 
     def _resized(
-        self, now: float, service: SplitService, bounds: SplitBounds, asked: float, score: float
+        self, now: float, service: SplitService, bounds: SplitBounds, asked: float, served: float, num_prefill: int
     ) -> RebalanceDecision | None:
-        """One more worker, where these cannot serve what is asked for, or one fewer; None: as many as there are."""
+        """One more worker, where that serves more than the `served` of these, or one fewer; None: as many as there
+        are."""
         patience, num = self._patience, bounds.num_workers
         more, fewer = (replace(bounds, num_workers=size) for size in (num + 1, num - 1))
-        if num < bounds.most_workers and score < asked:
-            split, served = _best_of(scores_of(service, more, asked))
-            gain = served / score - 1 if score > 0 else math.inf
-            if gain > patience.margin and self._has_lasted(now, num + 1, patience.confirm_s):
-                return _resize(Reason.GROWS, split, more, f"serves {served:.1f}, and {asked:.1f} are asked for", gain)
-            if gain > patience.margin:
+        if num < bounds.most_workers:
+            split, then = _best_of(service, more, asked, num_prefill)
+            gain = then / served - 1 if served > 0 else math.inf
+            is_worth_it = gain > max(patience.margin, _WORTH_A_WORKER)
+            if is_worth_it and self._has_lasted(now, num + 1, patience.confirm_s):
+                return _resize(Reason.GROWS, split, more, f"serves {then:.1f} of {asked:.1f} requests/s", gain)
+            if is_worth_it:
                 return None
-        elif num > bounds.least_workers and fewer.splits:
-            split, served = _best_of(scores_of(service, fewer, asked))
-            if served >= asked and self._has_lasted(now, num - 1, patience.release_after_s):
-                return _resize(Reason.SHRINKS, split, fewer, f"serves the {asked:.1f} that are asked for")
-            if served >= asked:
+        if num > bounds.least_workers and fewer.splits:
+            split, then = _best_of(service, fewer, asked, num_prefill)
+            if then >= _AS_MUCH * served and self._has_lasted(now, num - 1, patience.release_after_s):
+                return _resize(Reason.SHRINKS, split, fewer, f"serves {then:.1f} of {asked:.1f} requests/s")
+            if then >= _AS_MUCH * served:
                 return None
         self._size = None
         return None
@@ -216,28 +219,36 @@ class AutoRatio:
         return now - self._size_since >= lasts_s and now - self._moved_at >= self._patience.cooldown_s
 
     def _look(
-        self, now: float, usual: TypicalRequest, demand: Demand, window_s: float, num_prefill: int, predicted: float
+        self,
+        now: float,
+        usual: TypicalRequest,
+        demand: Demand,
+        window_s: float,
+        num_prefill: int,
+        service: SplitService,
+        num_workers: int,
     ) -> None:
         """Records what the split serves, once all requests that ended in the window may have begun with it."""
-        if self._begun_at is None:
-            self._begun_at = now
+        arrived, enough = demand.num_arrived / window_s, IN_TIME * service.can_keep
+        if self._begun_at is None or service.kept(num_prefill, num_workers, arrived) < enough:
+            # More comes than it should serve: what is late, until all that waits has ended, says nothing of it.
+            self._begun_at, self._late_since = now, None
         longest_s = self._slo.ttft_s + usual.num_output_tokens * self._slo.tpot_s
         if now - self._begun_at < window_s + longest_s or demand.num_ended < LEAST_REQUESTS:
             return
         share = demand.num_kept / demand.num_ended
-        if share >= IN_TIME:
+        if share >= enough:
             self._seen.pop(num_prefill, None)
         # More end than come: what waited from before the move is on its way out, and late whatever the split serves.
-        if share >= IN_TIME or demand.num_ended > demand.num_arrived:
+        if share >= enough or demand.num_ended > demand.num_arrived:
             self._late_since = None
             return
         if self._late_since is None:
             self._late_since = now
         if now - self._late_since >= self._patience.confirm_s:
             # At least one, or what is believed of the others would be nothing as well.
-            served, arrived = max(1.0, demand.num_kept) / window_s, demand.num_arrived / window_s
-            doubt = _doubt(served, arrived, predicted)
-            self._seen[num_prefill] = _Seen(served, usual, now, doubt)
+            served = max(1.0, demand.num_kept) / window_s
+            self._seen[num_prefill] = _Seen(served, usual, now, _doubt(served, arrived))
 
     def _hold(self, now: float, best: int, num_prefill: int) -> tuple[Reason, str] | None:
         """Why the move has to wait; None: it has not."""
@@ -257,21 +268,17 @@ class AutoRatio:
         return None
 
 
-def _doubt(served: float, arrived: float, predicted: float) -> float:
-    """How much of a prediction is believed after a split has `served` less than it should have; requests a second.
-
-    The fault may be the split's or the predictions': half of it, by its logarithm, is taken for each. The more comes
-    than is predicted, the less surprising it is that much is late, and the less it says of the split.
-    """
-    if predicted <= 0 or arrived <= 0:
-        return 1.0
-    of_predictions = min(1.0, max(0.5, arrived / predicted - 0.5))
-    return float(min(1.0, served / min(arrived, predicted)) ** of_predictions)
+def _doubt(served: float, arrived: float) -> float:
+    """How much of a prediction is believed after a split has `served` less than it should have of what `arrived`. The
+    fault may be the split's or the predictions': half of it, by its logarithm, is taken for each."""
+    return min(1.0, math.sqrt(served / arrived))
 
 
-def _best_of(scores: Mapping[int, float]) -> tuple[int, float]:
+def _best_of(service: SplitService, bounds: SplitBounds, asked: float, num_prefill: int) -> tuple[int, float]:
     """A split and its goodput."""
-    return max(scores.items(), key=lambda scored: scored[1])
+    score = cache(lambda split: score_of(service, split, bounds, asked))
+    best = best_split(score, bounds, num_prefill)
+    return best, score(best)
 
 
 def _resize(reason: Reason, split: int, bounds: SplitBounds, why: str, gain: float = 0.0) -> RebalanceDecision:
@@ -280,29 +287,27 @@ def _resize(reason: Reason, split: int, bounds: SplitBounds, why: str, gain: flo
 
 
 def _summary(
+    score: Callable[[int], float],
     service: SplitService,
+    asked: float,
     usual: TypicalRequest,
     rate: float,
     bounds: SplitBounds,
     num_prefill: int,
     best: int,
-    gain: float,
     seen: Mapping[int, float],
 ) -> str:
-    def name(split: int) -> str:
-        return f"{split}:{bounds.num_workers - split}" if split else f"0:{bounds.num_workers} (each does both)"
-
     def serves(split: int) -> str:
-        predicted = service.of(split, bounds.num_workers)
-        if seen.get(split, math.inf) < predicted:
-            return f"{name(split)} serves {seen[split]:.1f} as was seen (predicted {predicted:.1f})"
-        return f"{name(split)} serves {predicted:.1f}"
+        name = f"{split}:{bounds.num_workers - split}" if split else f"0:{bounds.num_workers} (each does both)"
+        if split not in seen:
+            return f"{name} serves {score(split):.1f}"
+        predicted = service.goodput(split, bounds.num_workers, asked)
+        return f"{name} serves {seen[split]:.1f} as was seen (predicted {predicted:.1f})"
 
     load = (
-        f"{rate:.1f} requests/s of {1000 * usual.prompt_s:.0f} ms of prompt and {usual.num_output_tokens:.0f} tokens; "
-        f"a worker prefills {service.mu_prefill:.1f}/s, decodes {service.mu_decode:.1f}/s"
+        f"{rate:.1f} requests/s of {1000 * usual.prompt_s:.0f} ms of prompt (the time of {rate * usual.prompt_s:.1f} "
+        f"workers) and {usual.num_output_tokens:.0f} tokens"
     )
     if best == num_prefill:
-        return f"{serves(num_prefill)}, the most of all; {load}"
-    grows = "" if math.isinf(gain) else f", {100 * gain:.0f} % more of what is asked for"
-    return f"{serves(best)}, {serves(num_prefill)}{grows}; {load}"
+        return f"{serves(num_prefill)} of {asked:.1f} requests/s, the most of all; {load}"
+    return f"{serves(best)} of {asked:.1f} requests/s, {serves(num_prefill)}; {load}"

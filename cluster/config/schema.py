@@ -279,7 +279,7 @@ class SloSection:
 class AutoSection:
     """When `mode: auto` believes in a gain, and acts upon it."""
 
-    margin: float = bounded(0.1, at_least=0, at_most=10)
+    margin: float = bounded(0.02, at_least=0, at_most=10)
     """Share by which more requests must be predicted to keep the objectives."""
     headroom: float = bounded(0.25, at_least=0, at_most=10)
     """Share of load, on top of that of now, for which the split is to be enough: while it is, nothing moves."""

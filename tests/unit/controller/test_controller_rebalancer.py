@@ -18,7 +18,8 @@ from controller.reconfigurer import AnotherChange, StaleVersion
 pytestmark = pytest.mark.asyncio
 
 COST = StepCost(fixed_s=0.005, prompt_token_s=0.0005, attended_s=0.0, sequence_s=0.001, kv_token_s=0.0)
-COSTS = RoleCosts(COST, COST)
+COSTS = RoleCosts(COST, replace(COST, prompt_token_s=0.0015))
+"""A decode worker computes prompts in small pieces."""
 LONG_PROMPTS = Demand(
     num_arrived=200,
     num_placed=200,
@@ -153,7 +154,7 @@ async def test_the_reports_of_several_routers_are_one_sight() -> None:
         decode_cost=COST.to_proto(),
         kv_tokens=40,
     )
-    assert MeasuredLoad.of([one, two]) == MeasuredLoad(15, Demand(num_arrived=9), COSTS, 40)
+    assert MeasuredLoad.of([one, two]) == MeasuredLoad(15, Demand(num_arrived=9), RoleCosts(COST, COST), 40)
     assert MeasuredLoad.of([]) is None
 
 
