@@ -114,5 +114,7 @@ def _plain(value: Any) -> str:
     if value is None:
         return "null"
     text = str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, float) and "e" in text and "." not in text:
+        text = text.replace("e", ".0e")  # 5e-05 would be a string
     is_plain = not isinstance(value, str) or yaml.safe_load(text) == value
     return text if is_plain else json.dumps(value)

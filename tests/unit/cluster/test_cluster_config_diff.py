@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -87,3 +88,8 @@ def test_a_file_that_does_not_spell_a_key_is_not_edited(text: str, problem: str)
 def test_a_value_is_set_inside_flow_mappings_too() -> None:
     text = "metadata: {serving: {roles: {decode: {devices: 1, tensor_parallel: 1}}}}  # one\n"
     assert set_values(text, {"roles.decode.devices": 12}) == text.replace("devices: 1", "devices: 12")
+
+
+def test_a_small_number_is_written_as_yaml_reads_numbers() -> None:
+    text = set_values("metadata: {serving: {engine: {swap: 1}}}", {"engine.swap": 5e-5})
+    assert yaml.safe_load(text) == {"metadata": {"serving": {"engine": {"swap": 5e-5}}}}
