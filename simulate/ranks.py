@@ -182,6 +182,11 @@ class SimulatedRanks:
         self._num_done += 1
         self._post(_do_nothing)
 
+    def is_at(self, num_tokens: int) -> bool:
+        """Whether a step of fewer tokens is under way."""
+        step = self._step
+        return step is not None and not step.is_done and len(step.step.token_ids) < num_tokens
+
     # Commands
 
     def issue(self, command: rank_pb2.RankCommand, done: Done) -> None:

@@ -66,6 +66,8 @@ class WorkerSpec:
     """Seconds that a gather, a landing, or opening or closing a pair takes beside the transfer."""
     overlaps: bool = True
     """A step is launched before the one before it is read, as on a GPU."""
+    long_tokens: int = 0
+    """The engine thread itself computes a step of fewer tokens, as on a CPU, and takes nothing in meanwhile."""
 
 
 class SimulatedCluster(Clockwork, Protocol):
@@ -210,7 +212,7 @@ class SimulatedWorker:
 
     def _turn(self) -> None:
         self._is_due = False
-        if self.is_dead or self._cluster.loop.time() < self._hangs_until:
+        if self.is_dead or self._cluster.loop.time() < self._hangs_until or self.ranks.is_at(self.spec.long_tokens):
             return
         if self.core.turn(wait=False):
             self._wake()
