@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _USUAL_CONTEXT = 4096
 _USUAL_KV_BYTES = 131072.0
 _USUAL_WIRE_GBPS = 200.0
+_CPU_LONG_TOKENS = 64
+"""On a CPU the engine thread computes shorter steps itself (`worker.rank.OVERLAP_TOKENS`)."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,9 @@ def simulate(
         shapes, roles = load.shapes(), options.roles
         worker, curve = _worker(device, options, model, shapes)
         slo = SloSection(options.ttft_ms, options.tpot_ms)
-        question = PredictionQuestion(worker, *roles, slo, options.bare)
+        profile = device.measured()
+        message_s = None if profile is None else profile.message_s
+        question = PredictionQuestion(worker, *roles, slo, options.bare, message_s)
         report = predicted_report(question, shapes, load.seed)
         if as_json:
             print(json.dumps({"curve": _document(curve), **report.as_dict()}))
@@ -210,4 +214,5 @@ def _measured(like: WorkerSpec, profile: WorkerProfile) -> WorkerSpec:
         max_model_len=min(measured.max_model_len, measured.kv_tokens),
         max_num_seqs=measured.max_num_seqs,
         overlaps=measured.device != "cpu",
+        long_tokens=_CPU_LONG_TOKENS if measured.device == "cpu" else 0,
     )

@@ -9,7 +9,7 @@ order, up to the tokens of a step; the youngest is preempted when KV runs out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cluster.config.schema import RouterSection, SloSection
 from cluster.errors import ConfigError
@@ -43,12 +43,15 @@ class PredictionQuestion:
     num_decode: int = 1
     slo: SloSection = field(default_factory=SloSection)
     is_bare: bool = False
+    message_s: float | None = None
+    """As a profile has it, for those to and from clients, too; None: the simulator's own."""
 
     @property
     def cluster(self) -> ClusterSpec:
         ratio = self.num_prefill, self.num_decode
         if not self.is_bare:
-            return ClusterSpec.of_ratio(*ratio, self.worker, slo=self.slo)
+            spec = ClusterSpec.of_ratio(*ratio, self.worker, slo=self.slo)
+            return spec if self.message_s is None else replace(spec, message_s=self.message_s, client_s=self.message_s)
         endless = SloSection(ttft_ms=_NO_LIMIT_MS, tpot_ms=_NO_LIMIT_MS)
         return ClusterSpec.of_ratio(*ratio, self.worker, router=BARE_ROUTER, slo=endless, message_s=0.0)
 

@@ -7,6 +7,7 @@ A JSON object with `steps`, so that `simulate.curve_file` reads its curve, and b
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +19,9 @@ from simulate.curve_file import FileCurve, read_curve
 from simulate.curves import CurveError
 
 VERSION = 1
+MESSAGES, HANDED_MESSAGES = 4, 6
+"""On the way of a request to its first token: to the router and a worker, and back; with a hand-off, which is announced
+and reserved for before its prompt is computed."""
 
 
 class ProfiledStep(NamedTuple):
@@ -63,6 +67,8 @@ class WorkerProfile:
 
     worker: ProfiledWorker
     curve: FileCurve
+    message_s: float | None
+    """Seconds of each message on the way to a first token, and of what programs do for it; None: not measured."""
 
 
 def profile_document(
@@ -72,9 +78,10 @@ def profile_document(
     reported_error: CurveError | None,
     fitted: StepCost,
     fitted_error: CurveError,
+    message_s: float | None,
 ) -> dict[str, Any]:
     """`reported`: the linear cost that the worker learned of itself; the errors are those of both costs, as shares of
-    what each step took."""
+    what each step took. `message_s`: as of `WorkerProfile`."""
     return {
         "baton_profile": VERSION,
         "worker": asdict(worker),
@@ -83,6 +90,7 @@ def profile_document(
         "fitted_error": vars(fitted_error),
         "reported_cost": None if reported is None else vars(reported),
         "reported_error": None if reported_error is None else vars(reported_error),
+        "message_s": message_s,
     }
 
 
@@ -95,4 +103,7 @@ def read_profile(path: Path) -> WorkerProfile:
         raise ConfigError(
             f"{path}: baton_profile is {version!r}; this program reads {VERSION}: write it again with `baton profile`"
         )
-    return WorkerProfile(ProfiledWorker.from_document(path, document.get("worker")), curve)
+    message_s = document.get("message_s")
+    if message_s is not None and not (type(message_s) in (int, float) and 0 <= message_s < math.inf):
+        raise ConfigError(f"{path}: message_s must be a number of at least 0, or null (got {message_s!r:.60})")
+    return WorkerProfile(ProfiledWorker.from_document(path, document.get("worker")), curve, message_s)

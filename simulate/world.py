@@ -53,6 +53,8 @@ class ClusterSpec:
     slo: SloSection = field(default_factory=SloSection)
     message_s: float = 200e-6
     """Seconds of each message between two processes."""
+    client_s: float = 0.0
+    """The same between a client and the router."""
     controller: ControllerSpec | None = None
     """None: there is none, and the router was told of its workers at its start."""
 
@@ -242,7 +244,11 @@ class Cluster:
         return list(await asyncio.gather(*clients))
 
     async def _client(self, dispatcher: Dispatcher, number: int, request: SimRequest) -> RequestOutcome:
-        outcome = await run_client(dispatcher, number, request, self.seed, START_S)
+        way_s = self.spec.client_s
+        if way_s:
+            await asyncio.sleep(way_s)
+        # It notes when the client sees each token, which is as long after.
+        outcome = await run_client(dispatcher, number, request, self.seed, START_S - way_s)
         self.note(
             f"request {number} {outcome.state.value} {outcome.reason} tokens {len(outcome.token_ids)} "
             f"first {outcome.first_token_s} last {outcome.last_token_s} on {outcome.prefill_id} {outcome.decode_id}"

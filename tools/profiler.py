@@ -4,23 +4,27 @@ of several numbers of sequences and lengths.
 Each measurement is one request: a prompt for one token, or one with `n` outputs, whose sequences run in the same steps.
 How long those steps took is read off the metrics pages of the workers, before and after. So nothing else should run on
 the cluster meanwhile: a measurement with other steps in it is taken again.
+
+A request of one token takes longer than its step: messages are on their way, and programs handle them. That time, over
+the messages, is what a simulation takes for each of them.
 """
 
 from __future__ import annotations
 
 import http.client
 import random
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from cluster.errors import ConfigError, FailedPrecondition, InternalError
-from cluster.pb import admin_pb2, generation_pb2
+from cluster.pb import admin_pb2, generation_pb2, worker_pb2
 from cluster.step_cost import StepCost, StepSize
 from cluster.tls import ClientTls
 from simulate.curves import CurveError, LinearCurve, StepSample, fit_cost
-from simulate.worker_profile import ProfiledStep, ProfiledWorker, profile_document
+from simulate.worker_profile import HANDED_MESSAGES, MESSAGES, ProfiledStep, ProfiledWorker, profile_document
 from tools.client import BatonClient, make_spec
 from tools.doctor.subject import FetchedMetrics, fetch
 
@@ -53,9 +57,11 @@ class _Counted:
     steps: float
     tokens: float
     seconds: float
+    handed: float
+    """Steps on workers that prefill for others."""
 
     def __sub__(self, other: _Counted) -> _Counted:
-        return _Counted(self.steps - other.steps, self.tokens - other.tokens, self.seconds - other.seconds)
+        return _Counted(*(mine - theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
 
 
 class Profiler:
@@ -72,6 +78,8 @@ class Profiler:
             raise ConfigError("workers have no metrics pages to read their steps from; set metrics.workers: true")
         self._vocab = client.models()[0].vocab_size
         self._random = random.Random(0)
+        self._messages_s: list[float] = []
+        """Seconds of a message, by each prompt that was measured."""
 
     @property
     def worker(self) -> ProfiledWorker:
@@ -108,7 +116,13 @@ class Profiler:
             None if reported is None else CurveError.of(LinearCurve(reported), samples),
             fitted,
             CurveError.of(LinearCurve(fitted), samples),
+            self.message_s,
         )
+
+    @property
+    def message_s(self) -> float | None:
+        """What a request takes beside its step for each message to its first token; None: no prompt was measured."""
+        return statistics.median(self._messages_s) if self._messages_s else None
 
     def _measured(self) -> Iterator[ProfiledStep]:
         worker, sizes = self.worker, self._sizes
@@ -127,8 +141,10 @@ class Profiler:
     def _prompt(self, num_tokens: int) -> Iterator[ProfiledStep]:
         """Nothing for a prompt that is computed in several steps."""
         for _ in range(_TRIES):
-            found = self._during("prefill", 1, lambda: self._send(num_tokens, 1, 1))
+            found, took_s = self._during("prefill", 1, lambda: self._send(num_tokens, 1, 1))
             if found.steps == 1 and found.tokens == num_tokens:
+                num_messages = HANDED_MESSAGES if found.handed else MESSAGES
+                self._messages_s.append(max(0.0, took_s - found.seconds) / num_messages)
                 yield ProfiledStep(num_tokens, 0, 0, found.seconds)
                 return
 
@@ -136,31 +152,40 @@ class Profiler:
         """Steps in which `count` sequences get their tokens; the first one came with the prompt."""
         num = self._sizes.num_steps
         for _ in range(_TRIES):
-            found = self._during("decode", num - 1, lambda: self._send(length, count, num))
+            found, _ = self._during("decode", num - 1, lambda: self._send(length, count, num))
             if num - 1 <= found.steps <= num and found.tokens == found.steps * count:  # one may be launched too many
                 yield ProfiledStep(0, count, length + num // 2, found.seconds / found.steps)
                 return
 
-    def _during(self, kind: str, least_steps: int, work: Callable[[], None]) -> _Counted:
-        """What was counted of one kind of step while `work` was done, at the latest a moment after."""
-        before = self._count(kind)
+    def _during(self, kind: str, least_steps: int, work: Callable[[], None]) -> tuple[_Counted, float]:
+        """What was counted of one kind of step while `work` was done, at the latest a moment after, and the seconds
+        that the work took."""
+        before, begun_at = self._count(kind), time.monotonic()
         work()
+        took_s = time.monotonic() - begun_at
         until = time.monotonic() + _SETTLE_S
         while (found := self._count(kind) - before).steps < least_steps and time.monotonic() < until:
             time.sleep(_POLL_S)
-        return found
+        return found, took_s
 
     def _count(self, kind: str) -> _Counted:
         """Raises FailedPrecondition for a page that cannot be read."""
-        totals = []
-        for address in self._pages:
-            try:
-                date, text = fetch(address, "/metrics", self._page_tls, _CALL_S)
-            except (OSError, ValueError, http.client.HTTPException) as error:
-                raise FailedPrecondition(f"the metrics page at {address} cannot be read: {error}") from error
-            totals.append(FetchedMetrics(0.0, 0.0, date, text))
-        names = ("baton_steps_total", "baton_step_tokens_total", "baton_step_seconds_total")
-        return _Counted(*(sum(page.total(name, step=kind) for page in totals) for name in names))
+        pages = [self._page(address) for address in self._pages]
+        prefill = [p for p, w in zip(pages, self._workers, strict=True) if w.info.role == worker_pb2.ROLE_PREFILL]
+
+        def total(name: str, pages: list[FetchedMetrics]) -> float:
+            return sum(page.total(f"baton_{name}_total", step=kind) for page in pages)
+
+        return _Counted(
+            total("steps", pages), total("step_tokens", pages), total("step_seconds", pages), total("steps", prefill)
+        )
+
+    def _page(self, address: str) -> FetchedMetrics:
+        try:
+            date, text = fetch(address, "/metrics", self._page_tls, _CALL_S)
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            raise FailedPrecondition(f"the metrics page at {address} cannot be read: {error}") from error
+        return FetchedMetrics(0.0, 0.0, date, text)
 
     def _send(self, num_tokens: int, count: int, num_output_tokens: int) -> None:
         """A prompt that no cache holds. Raises BatonError."""
@@ -191,4 +216,6 @@ def errors_of(document: Mapping[str, Any]) -> str:
     line = f"a linear cost fits them within {fitted['median']:.0%} (median) and {fitted['p90']:.0%} (p90)"
     if reported is not None:
         line += f"; the worker's own within {reported['median']:.0%} and {reported['p90']:.0%}"
+    if document["message_s"] is not None:
+        line += f"; {1000 * document['message_s']:.2f} ms for each message to a first token"
     return line

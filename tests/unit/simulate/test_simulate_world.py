@@ -18,7 +18,7 @@ from simulate.curves import LinearCurve
 from simulate.report import RunReport
 from simulate.virtual_loop import Stuck
 from simulate.wire import WireSpec
-from simulate.workload import SharedPrefixes, at_rate, random_shapes, uniform
+from simulate.workload import RequestShape, SharedPrefixes, at_rate, random_shapes, uniform
 from simulate.world import Cluster, ClusterSpec, RunResult, WorkerSpec
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -94,6 +94,33 @@ def test_an_idle_cluster_takes_what_its_curve_and_its_wire_say() -> None:
         assert late.prefill_id and quick.ttft_s is not None and late.ttft_s == pytest.approx(quick.ttft_s, abs=1e-3)
         # A quarter of the layers travels while the next one is computed; the last has nothing to hide behind.
         assert late.e2e_s - quick.e2e_s == pytest.approx(seconds / 4, abs=2e-4)
+
+
+def test_a_first_token_takes_six_messages_where_it_is_handed_over() -> None:
+    worker = WorkerSpec("", "decode", curve=STEP, command_s=0.0, wire=WireSpec(1e15, 0.0))
+    router = RouterSection(http_port=None, policy="least_loaded")
+    shapes = at_rate(random_shapes(10, uniform(256, 11), 3), 1.0, 1e9, 3)
+    for prefill, num_messages in ((1, 6), (0, 4)):
+        spec = ClusterSpec.of_ratio(prefill, 1, worker, router=router, message_s=0.0)
+        quick, late = (
+            Cluster(replace(spec, message_s=seconds, client_s=seconds)).run(shapes).outcomes[-1]
+            for seconds in (0.0, 2e-3)
+        )
+        assert quick.ttft_s is not None and late.ttft_s == pytest.approx(quick.ttft_s + num_messages * 2e-3)
+        assert late.tpot_s == pytest.approx(quick.tpot_s, abs=1e-3)
+
+
+def test_a_worker_that_computes_on_its_engine_thread_takes_nothing_in_meanwhile() -> None:
+    """So a prompt waits for a step of the decode worker before its blocks are reserved."""
+    slow = LinearCurve(StepCost(50e-3, 0.0, 0.0, 0.0, 0.0))
+    spec = ClusterSpec.of_ratio(1, 1, WorkerSpec("", "decode", curve=slow), message_s=0.0)
+    spec = replace(spec, router=RouterSection(http_port=None, policy="least_loaded"))
+    shapes = [RequestShape(0.0, 100, 40), RequestShape(1.01, 100, 2)]
+    waits = []
+    for long_tokens in (0, 64):
+        workers = tuple(replace(worker, long_tokens=long_tokens) for worker in spec.workers)
+        waits.append(Cluster(replace(spec, workers=workers)).run(shapes).outcomes[1].ttft_s)
+    assert waits[0] == pytest.approx(50e-3, abs=2e-3) and 55e-3 < waits[1] < 101e-3
 
 
 def test_a_report_says_what_clients_saw() -> None:

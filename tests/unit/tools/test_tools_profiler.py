@@ -20,15 +20,20 @@ from tools import profiler
 from tools.profiler import Profiler, ProfileSizes, errors_of
 
 COST = StepCost(2e-3, 5e-5, 1e-9, 1e-4, 1e-7)
+HOST_S = 0.012
+"""What a request takes beside its steps."""
 SIZES = ProfileSizes(prompts=(64, 512, 4096), sequences=(1, 4, 16), lengths=(32, 256), num_steps=16, rounds=1)
 
 
 class TimedCluster:
     """One worker whose steps take the time of a cost, with its page, as its clients and profilers see it."""
 
-    def __init__(self, *, page: str = "127.0.0.1:1", extra_steps: int = 0) -> None:
+    def __init__(
+        self, *, page: str = "127.0.0.1:1", extra_steps: int = 0, role: worker_pb2.Role = worker_pb2.ROLE_DECODE
+    ) -> None:
         info = worker_pb2.WorkerInfo(
             worker_id="decode-0",
+            role=role,
             ranks=[worker_pb2.RankInfo(device="cpu")],
             model="timed",
             block_size=16,
@@ -46,6 +51,7 @@ class TimedCluster:
         self._extra_steps = extra_steps
         """Steps of others in each request."""
         self._sums: dict[tuple[str, str], float] = defaultdict(float)
+        self.now = 0.0
 
     def status(self) -> admin_pb2.GetStatusResponse:
         return self._status
@@ -56,6 +62,7 @@ class TimedCluster:
     def generate(self, spec: generation_pb2.GenerationSpec, *, timeout_s: float) -> generation_pb2.GenerateResponse:
         assert spec.cache.bypass_prefix_cache
         num_tokens, count = len(spec.token_ids.ids), spec.sampling.n
+        self.now += HOST_S
         self._add("prefill", num_tokens, COST.of_prompt(num_tokens, 0))
         for step in range(1, spec.stopping.max_output_tokens):
             self._add("decode", count, COST.of_sequences(count, count * (num_tokens + step)))
@@ -67,6 +74,7 @@ class TimedCluster:
     def _add(self, kind: str, tokens: int, seconds: float) -> None:
         for name, value in (("steps", 1), ("step_tokens", tokens), ("step_seconds", seconds)):
             self._sums[name, kind] += value
+        self.now += seconds
 
     def fetch(self, *_: object) -> tuple[str, str]:
         lines = [f'baton_{name}_total{{step="{kind}"}} {value!r}' for (name, kind), value in self._sums.items()]
@@ -78,6 +86,7 @@ def profiled(monkeypatch: pytest.MonkeyPatch, cluster: TimedCluster, sizes: Prof
     client: Any = cluster
     monkeypatch.setattr(profiler, "fetch", cluster.fetch)
     monkeypatch.setattr(profiler, "_SETTLE_S", 0.0)
+    monkeypatch.setattr(profiler, "time", SimpleNamespace(monotonic=lambda: cluster.now))
     return Profiler(client, sizes).measure()
 
 
@@ -89,8 +98,15 @@ def test_each_size_that_the_worker_allows_is_measured(monkeypatch: pytest.Monkey
     assert document["reported_error"]["p90"] < 0.01
     assert document["worker"]["kv_tokens"] == 4096
     assert errors_of(document) == (
-        "a linear cost fits them within 0% (median) and 0% (p90); the worker's own within 0% and 0%"
+        "a linear cost fits them within 0% (median) and 0% (p90); the worker's own within 0% and 0%; 3.00 ms for each "
+        "message to a first token"
     )
+
+
+def test_a_hand_off_takes_two_messages_more_to_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    for role, num_messages in ((worker_pb2.ROLE_DECODE, 4), (worker_pb2.ROLE_PREFILL, 6)):
+        document = profiled(monkeypatch, TimedCluster(role=role))
+        assert document["message_s"] == pytest.approx(HOST_S / num_messages)
 
 
 def test_a_profile_is_read_as_a_curve_and_planned_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -106,7 +122,7 @@ def test_a_profile_is_read_as_a_curve_and_planned_with(monkeypatch: pytest.Monke
     assert "those of the profile" in baton("plan", *options, "--profile", str(file)).stdout
     load = ("--input-len", "200", "--output-len", "2", "--num-prompts", "5", "--request-rate", "0.1", "--ratio", "0:1")
     done = baton("simulate", *options[:4], *load, "--profile", str(file), "--json")
-    assert json.loads(done.stdout)["ttft_s"]["mean"] == pytest.approx(COST.of_prompt(200, 0), rel=0.1)
+    assert json.loads(done.stdout)["ttft_s"]["mean"] == pytest.approx(COST.of_prompt(200, 0) + HOST_S, rel=0.05)
 
 
 def test_steps_of_others_are_not_taken_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,6 +144,7 @@ def test_workers_without_pages_cannot_be_profiled(monkeypatch: pytest.MonkeyPatc
             {"steps": [{"prompt_tokens": 1, "sequences": 0, "kv_tokens": 0, "seconds": 0}]},
             "seconds must be a number above",
         ),
+        ({"message_s": -1}, "message_s must be a number of at least 0, or null (got -1)"),
     ],
 )
 def test_a_file_that_is_no_profile_is_refused_by_its_field(
