@@ -1,12 +1,16 @@
-"""A cluster whose steps are timed, at several ratios and loads: what a simulation of the same is held against.
+"""Real clusters beside their simulation, at several ratios and loads.
 
-    python benchmarks/timed_cluster.py --json
+    python benchmarks/timed_cluster.py --json > timed.json                   # workers whose steps are timed
+    python benchmarks/timed_cluster.py --config cluster.yaml --splits 1:1,0:2 --rounds 5      # workers that compute
+    python benchmarks/timed_cluster.py --measured timed.json                 # simulate the same loads again
 
-The cluster of deploy/timed, as `baton serve` starts it, with 1:1, 2:2 and 4:4 workers. At each ratio come five loads
-of the kind that `baton bench` sends: Poisson arrivals of prompts and outputs of one mean length each, at shares of the
-rate at which the prefill workers would compute the prompts one by one. Each is reported with all that is needed to make
-it once more, the cost of the steps among it, and with what the simulator makes of the same load. Exits 1 when a request
-failed, or a token was lost or repeated.
+The cluster of a cluster.yaml, as `baton serve` starts it, once for each ratio. Before the first load the machine is
+measured, once: what it takes for a message, from requests that come alone, and where steps are computed, what those
+take, as `baton profile` does. Nothing else is fitted. At each ratio come loads of the kind that `baton bench` sends:
+Poisson arrivals of prompts and outputs of one mean length each, at shares of what the workers could do one request at a
+time. What clients saw is held against the simulator: a figure may differ by 5 % where steps are timed, and goodput by 5
+points; where they are computed by 10 %, or twice the standard deviation of the figure over the rounds. Exits 1 when a
+figure differs by more, a request failed, or a token was lost or repeated.
 """
 
 from __future__ import annotations
@@ -15,8 +19,11 @@ import asyncio
 import itertools
 import json
 import logging
+import os
+import statistics
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +32,7 @@ if not __package__:
     # Run by its path: this folder, where a module has the name of a package, is not to be imported from.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+import psutil
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -32,163 +40,223 @@ from rich.table import Table
 from benchmarks.plain_cluster import ROOT
 from benchmarks.report import telling_failures
 from benchmarks.served_cluster import ServedCluster
+from benchmarks.simulated_cluster import COMPARED, Machine, OfferedLoad, configured, judge
 from cluster import rpc
 from cluster.config.load import load_config
-from cluster.config.schema import ServingConfig
-from simulate.curves import LinearCurve
-from simulate.model_files import find_shape
-from simulate.report import RunReport
-from simulate.wire import WireSpec
-from simulate.worker import WorkerSpec
-from simulate.workload import RequestShape, at_rate, random_shapes, uniform
-from simulate.world import Cluster, ClusterSpec
+from cluster.config.schema import ServingConfig, SloSection
+from cluster.step_cost import StepSize
+from simulate.curves import StepCurve
+from simulate.worker_profile import HANDED_MESSAGES, MESSAGES
+from simulate.workload import RequestShape
 from tools.bench.figures import details_of, figures_of
 from tools.bench.targets import GrpcTarget
 from tools.bench.workload import Sample, make_requests, send_all
+from tools.client import BatonClient
+from tools.profiler import Profiler, ProfileSizes
 
 CONFIG = ROOT / "deploy" / "timed" / "cluster.yaml"
 SHARES = (0.15, 0.3, 0.45, 0.6, 0.75)
 VOCAB = 1000
-WARM_REQUESTS = 8
+ROUND_SEEDS = 1_000_000
+"""The prompts of each round have seeds of their own, so that none is found in a prefix cache."""
 TIMEOUT_S = 120.0
-COMPARED = ("request_throughput", "p50_ttft_ms", "p90_ttft_ms", "p50_tpot_ms", "p90_tpot_ms", "goodput_share")
+LONE_REQUESTS = 20
+COLUMNS = ("P:D", "rate/s", "busy", "req/s", "TTFT p50 ms", "p90", "TPOT p50 ms", "p90", "in time", "failed", "")
 
 
-@dataclass(frozen=True)
-class TimedLoad:
-    """Requests as `simulate.workload` draws them: `random_shapes` of `uniform` lengths, `at_rate`."""
+def calibrate(address: str, config: ServingConfig, like: OfferedLoad) -> dict[str, Any]:
+    """The document of a `Machine`, measured on an idle cluster."""
+    if config.engine.timed_steps.is_on:
+        return {"message_s": asyncio.run(message_seconds(address, config, like))}
+    with BatonClient(address) as client:
+        return Profiler(client, ProfileSizes(rounds=5)).measure()
 
-    num_requests: int
-    num_prompt_tokens: int
-    num_output_tokens: int
-    spread: float
-    rate: float
-    seed: int
 
-    def shapes(self) -> list[RequestShape]:
-        lengths = uniform(self.num_prompt_tokens, self.num_output_tokens, self.spread)
-        return at_rate(random_shapes(self.num_requests, lengths, self.seed), self.rate, 1.0, self.seed)
+async def message_seconds(address: str, config: ServingConfig, like: OfferedLoad) -> float:
+    """What requests that come alone take to their first token beside their step, for each message on the way."""
+    shapes = [RequestShape(0.0, like.num_prompt_tokens, 2)] * LONE_REQUESTS
+    step_s = config.engine.timed_steps.cost.of_prompt(like.num_prompt_tokens, 0)
+    found = []
+    async with rpc.create_channel(address) as channel:
+        target = GrpcTarget(channel, timeout_s=TIMEOUT_S)
+        for request in make_requests(shapes, VOCAB, like.seed + 1):
+            sample = await target.send(request, time.perf_counter())
+            is_handed = sample.placement.startswith("disaggregated")
+            found.append((sample.ttft_s - step_s) / (HANDED_MESSAGES if is_handed else MESSAGES))
+    return statistics.median(found)
+
+
+def values_of(
+    file: Path, model: Path | None, ttft_ms: float | None, slower: float, splits: Sequence[tuple[int, int]]
+) -> dict[str, Any]:
+    """The keys of a configuration that are set anew. Timed steps, the wire and objectives take so many times longer;
+    workers that compute share the cores, each with its own."""
+    config = load_config(file)
+    timed, slo = config.engine.timed_steps, config.rebalance.slo
+    values: dict[str, Any] = {} if model is None else {"model.path": str(model.resolve())}
+    if ttft_ms is not None:
+        slo = replace(slo, ttft_ms=ttft_ms)
+        values["rebalance.slo.ttft_ms"] = ttft_ms
+    if not timed.is_on:
+        threads = len(os.sched_getaffinity(0)) // max(map(sum, splits))
+        return values | {"engine.threads": max(1, threads), "router.http_port": None}
+    if slower != 1.0:
+        values |= {f"engine.timed_steps.{name}": slower * value for name, value in vars(timed.cost).items()}
+        values["engine.timed_steps.transfer_gb_per_s"] = (timed.transfer_gb_per_s or 1e6) / slower
+        values |= {"rebalance.slo.ttft_ms": slower * slo.ttft_ms, "rebalance.slo.tpot_ms": slower * slo.tpot_ms}
+    return values
 
 
 def loads_at(
-    shares: Sequence[float], config: ServingConfig, num_prefill: int, seconds: float, like: TimedLoad
-) -> list[TimedLoad]:
-    """Of so many seconds each, at shares of what the prefill workers compute one by one. Each has a seed of its own, so
-    that it does not find the prompts of the one before in the prefix cache."""
-    most = num_prefill / config.engine.timed_steps.cost.of_prompt(like.num_prompt_tokens, 0)
+    shares: Sequence[float], curve: StepCurve, split: tuple[int, int], seconds: float, like: OfferedLoad
+) -> list[OfferedLoad]:
+    """Of so many seconds each, at shares of what workers do one request at a time: the prompt where there are prefill
+    workers, and else all of it. Each has a seed of its own, so that it does not find the prompts of the one before in
+    the prefix cache."""
+    each_s = curve.seconds(StepSize.of_prompt(like.num_prompt_tokens))
+    if not split[0]:
+        step = StepSize(num_sequences=1, num_kv_tokens=like.num_prompt_tokens)
+        each_s += like.num_output_tokens * curve.seconds(step)
+    most = (split[0] or split[1]) / each_s
     return [
         replace(like, num_requests=max(10, round(share * most * seconds)), rate=round(share * most, 3), seed=seed)
         for seed, share in zip(itertools.count(like.seed, 2), shares, strict=False)
     ]
 
 
-async def send(address: str, load: TimedLoad) -> list[Sample]:
+async def send(address: str, load: OfferedLoad, round_number: int) -> list[Sample]:
     """The samples of a load, after a few requests that do not count."""
-    shapes = load.shapes()
-    warm = [RequestShape(0.0, shape.num_prompt_tokens, shape.num_output_tokens) for shape in shapes[:WARM_REQUESTS]]
+    seed = load.seed + ROUND_SEEDS * round_number
     async with rpc.create_channel(address) as channel:
         target = GrpcTarget(channel, timeout_s=TIMEOUT_S)
-        for requests in (make_requests(warm, VOCAB, load.seed + 1), make_requests(shapes, VOCAB, load.seed)):
+        for shapes, own in ((load.warm_shapes(), seed + 1), (load.shapes(), seed)):
+            requests = make_requests(shapes, VOCAB, own)
             samples = await send_all(requests, target.send, most_at_once=None, on_end=lambda _: None)
     return samples
 
 
-def predict(split: tuple[int, int], config: ServingConfig, load: TimedLoad) -> dict[str, float]:
-    """The compared figures, as the simulator has them."""
-    engine, timed, slo = config.engine, config.engine.timed_steps, config.rebalance.slo
-    shape = find_shape(config.model.path)
-    wire = WireSpec(1e9 * (timed.transfer_gb_per_s or 1e6), timed.transfer_latency_s)
-    assert engine.kv_cache_tokens is not None and config.model.max_model_len is not None, f"{CONFIG} names both"
-    worker = WorkerSpec(
-        "",
-        "decode",
-        LinearCurve(timed.cost),
-        kv_tokens=engine.kv_cache_tokens,
-        max_num_seqs=engine.num_seqs,
-        max_num_batched_tokens=engine.max_num_batched_tokens,
-        max_model_len=config.model.max_model_len,
-        num_layers=shape.num_hidden_layers,
-        kv_bytes_per_token=shape.kv_bytes_per_token(1, shape.dtype),
-        wire=wire,
-        overlaps=engine.async_steps == "on",
-    )
-    router = replace(config.router, http_port=None)
-    spec = ClusterSpec.of_ratio(*split, worker, router=router, transfer=config.transfer, slo=slo)
-    found = RunReport.of(Cluster(spec, load.seed).run(load.shapes()), slo)
-    times = {
-        f"p{percent}_{name}_ms": 1000 * spread.by_percentile[percent]
-        for name, spread in (("ttft", found.ttft_s), ("tpot", found.tpot_s))
-        for percent in (50, 90)
-    }
-    return {"request_throughput": found.requests_per_s, "goodput_share": found.kept_share, **times}
+def measure_once(
+    address: str, load: OfferedLoad, slo: SloSection, round_number: int, *, detailed: bool
+) -> dict[str, Any]:
+    psutil.cpu_percent()
+    samples = asyncio.run(send(address, load, round_number))
+    busy = psutil.cpu_percent() / 100
+    seconds = max(s.ended_at for s in samples) - min(s.sent_at for s in samples)
+    figures = figures_of(samples, seconds, {"ttft": slo.ttft_ms, "tpot": slo.tpot_ms})
+    figures["goodput_share"] = figures["request_goodput"] / figures["request_throughput"] if samples else 0.0
+    figures["machine_busy"] = busy
+    if detailed:
+        figures["details"] = details_of(samples) | {"placements": [s.placement for s in samples]}
+    return figures
+
+
+@dataclass(frozen=True)
+class MeasureOptions:
+    """What is measured at each ratio."""
+
+    like: OfferedLoad
+    shares: tuple[float, ...]
+    seconds: float
+    rounds: int
+    detailed: bool
 
 
 def measure(
-    split: tuple[int, int], config: ServingConfig, loads: Sequence[TimedLoad], *, detailed: bool
-) -> list[dict[str, Any]]:
-    """One run of each load at a ratio P:D."""
-    slo = config.rebalance.slo
-    roles = {f"roles.{role}.devices": number for role, number in zip(("prefill", "decode"), split, strict=True)}
-    runs = []
-    with ServedCluster.running(CONFIG, roles) as cluster:
-        for load in loads:
-            samples = asyncio.run(send(cluster.address, load))
-            seconds = max(s.ended_at for s in samples) - min(s.sent_at for s in samples)
-            figures = figures_of(samples, seconds, {"ttft": slo.ttft_ms, "tpot": slo.tpot_ms})
-            figures["goodput_share"] = figures["request_goodput"] / figures["request_throughput"] if samples else 0.0
-            run = {"prefill": split[0], "decode": split[1], "load": asdict(load), **figures}
-            run["predicted"] = predict(split, config, load)
-            runs.append(run | ({"details": details_of(samples)} if detailed else {}))
-    return runs
+    split: tuple[int, int],
+    file: Path,
+    values: Mapping[str, Any],
+    options: MeasureOptions,
+    document: dict[str, Any] | None,
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The rounds of each load at a ratio P:D, and the document of the machine, measured here unless it is known."""
+    roles = {}
+    for role, number in zip(("prefill", "decode"), split, strict=True):
+        roles |= {f"roles.{role}.devices": number, f"roles.{role}.min_workers": min(1, number)}
+    config, runs = configured(file, values), []
+    with ServedCluster.running(file, {**values, **roles}) as cluster:
+        address = cluster.address
+        document = document or calibrate(address, config, options.like)
+        curve = Machine.of(document).worker(config).curve
+        for load in loads_at(options.shares, curve, split, options.seconds, options.like):
+            rounds = [
+                measure_once(address, load, config.rebalance.slo, number, detailed=options.detailed)
+                for number in range(options.rounds)
+            ]
+            runs.append({"prefill": split[0], "decode": split[1], "load": asdict(load), "rounds": rounds})
+    return runs, document
 
 
-def show(runs: list[dict[str, Any]]) -> None:
-    table = Table(title="timed steps: measured, predicted")
-    for column in ("P:D", "rate/s", "req/s", "TTFT p50 ms", "p90", "TPOT p50 ms", "p90", "in time", "failed"):
+def show(found: dict[str, Any]) -> None:
+    message_s = found["profile"]["message_s"]
+    table = Table(title=f"measured, simulated, difference in %; {1000 * message_s:.2f} ms a message")
+    for column in COLUMNS:
         table.add_column(column, justify="right")
-    for run in runs:
-        cells = [f"{run[key]:.3g}, {run['predicted'][key]:.3g}" for key in COMPARED]
+    for run in found["runs"]:
+        cells = []
+        for name in COMPARED:
+            mark = "!" if name in run["differ"] else ""
+            cells.append(f"{run[name]:.3g}, {run['predicted'][name]:.3g}, {100 * run['off'][name]:+.1f}{mark}")
         table.add_row(
             f"{run['prefill']}:{run['decode']}",
             f"{run['load']['rate']:g}",
+            f"{run['machine_busy']:.0%}",
             *cells,
-            str(run["failed"] + run["num_gaps"]),
+            str(sum(one["failed"] + one["num_gaps"] for one in run["rounds"])),
+            "differs" if run["differ"] else "as simulated",
         )
-    Console().print(table)
+    Console(width=160).print(table)
 
 
 def main(
+    config: Annotated[Path, typer.Option(metavar="FILE", help="The cluster.")] = CONFIG,
+    model: Annotated[Path | None, typer.Option(metavar="DIR", help="Another model than the file's.")] = None,
+    slower: Annotated[
+        float, typer.Option(min=0.1, help="Timed steps take so many times longer, for a machine of few cores.")
+    ] = 1.0,
+    ttft_ms: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Objective of the first token, before it is slowed; default: the file's."),
+    ] = None,
     splits: Annotated[str, typer.Option(help="Ratios P:D, with commas between them.")] = "1:1,2:2,4:4",
-    shares: Annotated[str, typer.Option(help="Loads, as shares of what the prefill workers compute.")] = ",".join(
+    shares: Annotated[str, typer.Option(help="Loads, as shares of what workers do one by one.")] = ",".join(
         map(str, SHARES)
     ),
     seconds: Annotated[float, typer.Option(min=1, help="Of each load.")] = 30.0,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each load is sent.")] = 1,
     input_len: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, on the mean.")] = 1024,
     output_len: Annotated[int, typer.Option(min=1, help="Tokens of an output, on the mean.")] = 32,
     range_ratio: Annotated[float, typer.Option(min=0, max=1, help="Lengths vary by this share.")] = 0.25,
     seed: Annotated[int, typer.Option(help="The same seed makes the same loads.")] = 0,
+    profile: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A `--json` of before, whose profile of the machine is used.")
+    ] = None,
+    measured: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="Measure nothing: simulate the runs of `--json` again.")
+    ] = None,
     detailed: Annotated[bool, typer.Option("--detailed", help="Keep the times of each request.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Measure a cluster whose steps are timed."""
+    """Hold a real cluster against its simulation."""
     logging.getLogger("worker").setLevel(logging.ERROR)  # simulated workers say when they are done with one another
     with telling_failures():
-        config = load_config(CONFIG)
-        like = TimedLoad(0, input_len, output_len, range_ratio, 0.0, seed)
-        runs: list[dict[str, Any]] = []
-        for text in splits.split(","):
-            prefill, decode = map(int, text.split(":"))
-            loads = loads_at([float(share) for share in shares.split(",")], config, prefill, seconds, like)
-            runs += measure((prefill, decode), config, loads, detailed=detailed)
-        found = {
-            "timed_steps": asdict(config.engine.timed_steps),
-            "engine": {key: getattr(config.engine, key) for key in ("max_num_batched_tokens", "kv_cache_tokens")}
-            | {"max_num_seqs": config.engine.num_seqs},
-            "slo": asdict(config.rebalance.slo),
-            "runs": runs,
-        }
-        print(json.dumps(found, indent=2)) if as_json else show(runs)
-        if any(run["failed"] or run["num_gaps"] for run in runs):
+        if measured:
+            parts = [json.loads(file.read_text(encoding="utf-8")) for file in measured]
+            found = parts[0] | {"runs": [run for part in parts for run in part["runs"]]}
+        else:
+            like = OfferedLoad(0, input_len, output_len, range_ratio, 0.0, seed)
+            options = MeasureOptions(like, tuple(map(float, shares.split(","))), seconds, rounds, detailed)
+            ratios = [(int(p), int(d)) for p, d in (text.split(":") for text in splits.split(","))]
+            values = values_of(config, model, ttft_ms, slower, ratios)
+            known = None if profile is None else json.loads(profile.read_text(encoding="utf-8"))["profile"]
+            found = {"config": str(config.resolve()), "values": values, "runs": []}
+            for ratio in ratios:
+                runs, known = measure(ratio, config, values, options, known)
+                found["runs"] += runs
+            found["profile"] = known
+        judge(found, detailed=detailed)
+        print(json.dumps(found, indent=2)) if as_json else show(found)
+        failed = any(one["failed"] or one["num_gaps"] for run in found["runs"] for one in run["rounds"])
+        if failed or any(run["differ"] for run in found["runs"]):
             raise typer.Exit(1)
 
 
