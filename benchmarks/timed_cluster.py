@@ -68,8 +68,10 @@ def calibrate(address: str, config: ServingConfig, like: OfferedLoad) -> dict[st
     """The document of a `Machine`, measured on an idle cluster."""
     if config.engine.timed_steps.is_on:
         return {"message_s": asyncio.run(message_seconds(address, config, like))}
+    every, longest = ProfileSizes(), (1 + like.spread) * (like.num_prompt_tokens + like.num_output_tokens)
+    prompts, lengths = ([n for n in sizes if n < 2 * longest] for sizes in (every.prompts, every.lengths))
     with BatonClient(address) as client:
-        return Profiler(client, ProfileSizes(rounds=5)).measure()
+        return Profiler(client, replace(every, prompts=prompts, lengths=lengths)).measure()
 
 
 async def message_seconds(address: str, config: ServingConfig, like: OfferedLoad) -> float:
