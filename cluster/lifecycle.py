@@ -86,6 +86,7 @@ class Lifecycle:
 
     def __init__(self, now: float, why: str = "") -> None:
         self._history: list[StateEntry] = [StateEntry(RequestState.QUEUED, now, why)]
+        self._is_terminal = False  # kept, as every token asks for it
 
     @property
     def state(self) -> RequestState:
@@ -93,7 +94,7 @@ class Lifecycle:
 
     @property
     def is_terminal(self) -> bool:
-        return not TRANSITIONS[self.state]
+        return self._is_terminal
 
     @property
     def history(self) -> tuple[StateEntry, ...]:
@@ -104,6 +105,7 @@ class Lifecycle:
         if to not in TRANSITIONS[self.state]:
             raise IllegalTransition(self._refusal(to, why))
         self._history.append(StateEntry(to, now, why))
+        self._is_terminal = not TRANSITIONS[to]
 
     def instant(self, state: RequestState, *, last: bool = False) -> float | None:
         """When `state` was entered the first time (or the last time); None if it never was."""

@@ -20,7 +20,7 @@ from prometheus_client.metrics_core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 
 from cluster.lifecycle import RequestState
-from cluster.metrics import OTHER, TOKEN_BUCKETS, LabelledCounter, Metric, histogram, render_reference
+from cluster.metrics import OTHER, TOKEN_BUCKETS, LabelledCounter, Metric, TokenHistogram, histogram, render_reference
 from cluster.pb import generation_pb2
 from router.observe.counters import COUNTER_METRICS, Counters
 from router.routing.fleet import DECODE, PREFILL, Fleet
@@ -195,6 +195,7 @@ class RouterMetrics(RequestObserver, Collector):
     def __init__(
         self, counters: Counters, fleet: Fleet, num_queued: Callable[[], int], num_running: Callable[[], int]
     ) -> None:
+        self._inter_token = TokenHistogram(INTER_TOKEN)
         registry = self.registry = CollectorRegistry()
         registry.register(self)
         self._counters = counters
@@ -202,7 +203,6 @@ class RouterMetrics(RequestObserver, Collector):
         self._gauges = ((QUEUED, num_queued), (RUNNING, num_running))
         self._decision = histogram(DECISION, registry)
         self._first_token = histogram(FIRST_TOKEN, registry)
-        self._inter_token = histogram(INTER_TOKEN, registry)
         self._sequences = LabelledCounter(SEQUENCES, registry)
         self.trace_spans = LabelledCounter(TRACE_SPANS, registry)
         self._of_finished = [
@@ -240,6 +240,7 @@ class RouterMetrics(RequestObserver, Collector):
         yield from self._counters.collect()
         for metric, count in self._gauges:
             yield GaugeMetricFamily(metric.name, metric.doc, value=count())
+        yield self._inter_token.family()
         yield self._kv_usage()
         slow = GaugeMetricFamily(SLOW_WORKERS.name, SLOW_WORKERS.doc, labels=SLOW_WORKERS.label_names)
         for role, name in ((PREFILL, "prefill"), (DECODE, "decode")):

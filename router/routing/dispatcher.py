@@ -272,9 +272,9 @@ class Dispatcher:
         """Each event concerns one request, and an error in handling it fails only that one."""
         now = self.clock()
         self._stalls.on_batch(worker, events)
+        find = self.running.find
         for kind, message in events:
-            live = self.running.find(worker, message.key) if kind in _REQUEST_EVENTS else None
-            if live is None:
+            if kind not in _REQUEST_EVENTS or (live := find(worker, message.key)) is None:
                 continue
             try:
                 self._on_event(worker, live, kind, message, now)
@@ -302,10 +302,11 @@ class Dispatcher:
 
     def _on_tokens(self, live: LiveRequest, tokens: worker_pb2.Tokens, now: float) -> None:
         effect, charge = live.on_tokens(tokens, now), live.attempt.charge
-        has_begun = live.first_token_at is not None and charge.prefill_done()
+        has_begun = charge.is_prefilling and live.first_token_at is not None
         if has_begun:
+            charge.prefill_done()
             self._slow.on_prompt(live, now)
-        if live.retry.is_suspect and live.retry.clears(live.num_tokens):
+        if live.retry.num_crashes and live.retry.clears(live.num_tokens):
             self._pump()
         if effect is Effect.OPEN:
             if has_begun and self.waiting:

@@ -146,6 +146,8 @@ class Charge:
     def __init__(self, loads: LoadTracker, placement: Placement, work: RequestLoad, *, is_retry: bool = False) -> None:
         self._loads = loads
         self._placement = placement
+        self.is_prefilling = True
+        """Its prompt is not computed yet."""
         num_new = max(0, work.num_prompt_tokens - placement.num_cached_tokens)
         self._prefill = Load(StepSize.of_prompt(num_new, placement.num_cached_tokens), 1, int(is_retry))
         self._size = StepSize(num_sequences=1, num_kv_tokens=work.num_prompt_tokens)
@@ -160,17 +162,16 @@ class Charge:
         )
         loads.add(placement.decode_id, Load(sequences=all_sequences, num_tokens=work.num_output_tokens))
 
-    def prefill_done(self) -> bool:
-        """Called for each token; only the first call does anything, and returns True."""
-        if self._prefill is NOTHING:
-            return False
+    def prefill_done(self) -> None:
+        """Only the first call does anything."""
+        if not self.is_prefilling:
+            return
+        self.is_prefilling = False
         self._loads.remove(self._placement.computing_id, self._prefill)
-        self._prefill = NOTHING
         self._sequence = Load(sequences=self._size, decoding=self._size)
         size, count = self._size, self._num_sequences
         decoding = StepSize(num_sequences=count, num_kv_tokens=count * size.num_kv_tokens)
         self._loads.add(self._placement.decode_id, Load(decoding=decoding))
-        return True
 
     def sequence_done(self) -> None:
         if self._num_sequences:

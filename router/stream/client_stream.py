@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
@@ -73,6 +73,8 @@ class StreamReader:
     def take(self) -> list[GenerateStreamResponse]:
         """Returns everything that the client has not been sent, in the contract's order."""
         live, output = self.live, self.output
+        if output.has_deltas_alone:
+            return output.take_deltas()
         is_prefilling = output.is_started or live.lifecycle.instant(RequestState.PREFILLING) is not None
         unsent = output.take(is_prefilling=is_prefilling)
         out: list[GenerateStreamResponse] = []
@@ -157,10 +159,11 @@ class StreamWriter:
     message may take. One timer serves all messages, as most take no time."""
 
     def __init__(self, call: Call, reader: StreamReader, timeout_s: float) -> None:
-        self._call = call
+        self._write = call.write
         self._output = reader.output
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
+        self._now = self._loop.time
         self._limit = asyncio.timeout(None)
         self._begun_at: float | None = None
         """When the write under way began; None: there is none."""
@@ -188,10 +191,11 @@ class StreamWriter:
                 "and its generation was cancelled; call again, and read the stream as it comes"
             ) from None
 
-    async def write(self, message: GenerateStreamResponse) -> None:
-        """Returns when the next one may be written."""
-        self._begun_at = self._loop.time()
-        await self._call.write(message)
+    async def write(self, messages: Iterable[GenerateStreamResponse]) -> None:
+        """Returns when the next ones may be written."""
+        for message in messages:
+            self._begun_at = self._now()
+            await self._write(message)
         self._begun_at = None
 
     def _look(self) -> None:

@@ -14,8 +14,8 @@ clock, no connection.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Awaitable, Generator, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from cluster.pb import generation_pb2, worker_pb2
 from router.api.call import ValidatedRequest
@@ -50,6 +50,7 @@ class SequenceOutput:
         self._request = request
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(request.stop, include_stop=request.include_stop_in_output) if request.stop else None
+        self._can_append_at_once = self._matcher is None and not request.wants_logprobs
         self._min_tokens = request.sampling.stopping.min_output_tokens
         self._interval_tokens = request.stream_interval_tokens or 1
         self._early: dict[int, worker_pb2.Tokens] = {}
@@ -77,26 +78,30 @@ class SequenceOutput:
         """Adds tokens from a worker. True when a stop string ended the sequence, which no worker knows."""
         if self.end is not None:
             return False
-        if tokens.first_token_index > self.num_tokens:
-            self._early[tokens.first_token_index] = tokens
+        first = tokens.first_token_index
+        if first > self.num_tokens:
+            self._early[first] = tokens
             return False
-        is_stopped = self._append(tokens)
-        while self.end is None and self.num_tokens in self._early:
-            is_stopped = self._append(self._early.pop(self.num_tokens))
+        is_stopped = self._append(tokens, self.num_tokens - first)
+        while self._early and self.end is None and self.num_tokens in self._early:
+            is_stopped = self._append(self._early.pop(self.num_tokens), 0)
         if self.end is not None:
             self._early.clear()
         return is_stopped
 
     def take(self) -> generation_pb2.GenerateStreamResponse | None:
         """Returns everything pending as one delta; None when there is nothing."""
-        text, num_pending = "".join(self._texts), self.num_pending
-        if not num_pending and not text:
-            return None
+        first, texts = self._num_taken, self._texts
+        text = texts[0] if len(texts) == 1 else "".join(texts)
+        num_pending = self.num_tokens - first
+        if num_pending <= 0:
+            if not text:
+                return None
+            num_pending = 0
         message = generation_pb2.GenerateStreamResponse()
         delta = message.delta  # filled in its place: a message that is put into another one is copied
-        delta.index, delta.first_token_index, delta.token_count = self.index, self._num_taken, num_pending
-        delta.text = text
-        self._num_taken += num_pending
+        delta.index, delta.first_token_index, delta.token_count, delta.text = self.index, first, num_pending, text
+        self._num_taken = first + num_pending
         self._texts = []
         if self._token_ids:
             delta.token_ids.extend(self._token_ids)
@@ -140,14 +145,16 @@ class SequenceOutput:
         self._early.clear()
         self._finish(reason)
 
-    def _append(self, tokens: worker_pb2.Tokens) -> bool:
-        """Adds tokens that begin at or before the next index."""
-        num_known = self.num_tokens - tokens.first_token_index
+    def _append(self, tokens: worker_pb2.Tokens, num_known: int) -> bool:
+        """Adds tokens of which the first `num_known` are here already."""
         token_ids = tokens.token_ids[num_known:]
+        num_ahead = self._num_taken - self.num_tokens
+        if num_ahead <= 0 and self._can_append_at_once and tokens.finish_reason == _OPEN:
+            self._append_at_once(token_ids)
+            return False
         is_last = tokens.finish_reason != _OPEN
         is_stop_token = is_last and tokens.HasField("stop_token_id") and not self._request.include_stop_in_output
         with_text = token_ids[:-1] if is_stop_token else token_ids
-        num_ahead = self._num_taken - self.num_tokens
         num_held = min(len(token_ids), num_ahead) if num_ahead > 0 else 0
         num_kept, stop = self._read(with_text, num_held)
         if stop is None:
@@ -170,6 +177,15 @@ class SequenceOutput:
             if tokens.HasField("stop_token_id") and self.end is not None:
                 self.end.stop_token_id = tokens.stop_token_id
         return False
+
+    def _append_at_once(self, token_ids: Sequence[int]) -> None:
+        """As `_append`, for most tokens: the client holds none, they end nothing, and are ids and text alone."""
+        if self._request.wants_text:
+            self._texts.append(self._detokenizer.push(token_ids))
+        self.num_tokens += len(token_ids)
+        self.known_ids += token_ids
+        if self._request.wants_token_ids:
+            self._token_ids += token_ids
 
     def _read(self, token_ids: Sequence[int], num_held: int) -> tuple[int, str | None]:
         """Turns tokens into text; returns how many count, and the stop string that ended the sequence with the last.
@@ -267,9 +283,7 @@ class OutputBuffer:
     def notify(self) -> None:
         """Wakes a client that streams."""
         if self._is_streaming:
-            self._has_news = True
-            if self._waiter is not None:
-                _resolve(self._waiter)
+            self._tell_reader()
 
     def add_end(self, sequence: SequenceOutput) -> None:
         """A sequence has ended."""
@@ -295,21 +309,17 @@ class OutputBuffer:
 
     def wake(self) -> None:
         """Wakes every task that waits or pauses."""
-        self._has_news = True
-        if self._waiter is not None:
-            _resolve(self._waiter)
+        self._tell_reader()
         for paused in self._pauses:
             _resolve(paused)
 
-    async def wait(self) -> None:
-        """Waits until there is something to take, or the request is over. For one task at a time."""
-        if not self._has_news:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        self._has_news = False
+    def wait(self) -> Awaitable[None]:
+        """Returns what to await until there is something to take, or the request is over. For one task at a time."""
+        if self._has_news:
+            self._has_news = False
+            return _NOTHING
+        self._waiter = asyncio.get_running_loop().create_future()
+        return self._waiter
 
     async def pause(self, seconds: float) -> None:
         """Waits `seconds`, or until the request is over or another client reads it."""
@@ -325,8 +335,19 @@ class OutputBuffer:
             self._pauses.discard(paused)
             timer.cancel()
 
+    @property
+    def has_deltas_alone(self) -> bool:
+        """Nothing but tokens may be due: the request goes on, and so do its sequences."""
+        return self.is_started and not (self._is_over or self._ended or self._is_heartbeat_due)
+
+    def take_deltas(self) -> list[generation_pb2.GenerateStreamResponse]:
+        """As `take`, where `has_deltas_alone`."""
+        self._has_news = False
+        return [delta for s in self.sequences if s.is_due and (delta := s.take()) is not None]
+
     def take(self, *, is_prefilling: bool) -> Unsent:
         """Returns what the client has not been sent. `is_prefilling`: a worker has begun with the request."""
+        self._has_news = False
         due = (s for s in self.sequences if s.is_due or (self._is_over and s.num_pending))
         deltas = [delta for sequence in due if (delta := sequence.take()) is not None]
         has_output = bool(deltas or self._ended)
@@ -337,6 +358,22 @@ class OutputBuffer:
         self._is_heartbeat_due = False
         ended, self._ended = self._ended, []
         return Unsent(has_begun, is_heartbeat_due, deltas, ended)
+
+    def _tell_reader(self) -> None:
+        self._has_news = True
+        if self._waiter is not None:
+            _resolve(self._waiter)
+            self._waiter = None
+
+
+class _Nothing:
+    """Is awaited without waiting."""
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        yield from ()
+
+
+_NOTHING = _Nothing()
 
 
 def _resolve(paused: asyncio.Future[None]) -> None:

@@ -248,10 +248,10 @@ class LiveRequest:
 
     def on_tokens(self, event: worker_pb2.Tokens, now: float) -> Effect:
         """Tokens of a sequence that has ended, or that the request does not have, change nothing."""
-        output = self.output
-        if event.sequence_index >= len(output.sequences):
+        output, index = self.output, event.sequence_index
+        if index >= len(output.sequences):
             return Effect.OPEN
-        sequence = output.sequences[event.sequence_index]
+        sequence = output.sequences[index]
         if sequence.end is not None:
             return Effect.OPEN
         num_before, last_at = sequence.num_tokens, sequence.last_token_at

@@ -15,7 +15,7 @@ from certificates import Authority
 from prometheus_client import CollectorRegistry
 
 from cluster.errors import ConfigError
-from cluster.metrics import LabelledCounter, Metric, render_reference
+from cluster.metrics import LabelledCounter, Metric, TokenHistogram, histogram, render_reference
 from cluster.metrics_page import MetricsPage
 from cluster.tls import ServerTls
 
@@ -133,3 +133,19 @@ def test_a_page_with_tls_is_read_by_who_believes_its_authority_and_is_not_held_u
 def test_a_page_with_files_that_cannot_be_used_is_refused(registry: CollectorRegistry, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         MetricsPage(registry, "127.0.0.1", 0, tls=ServerTls(str(tmp_path / "cert"), str(tmp_path / "key")))
+
+
+def test_a_histogram_of_tokens_reads_like_any_other() -> None:
+    metric, registry = (
+        Metric("baton_wait_seconds", "histogram", "How long.", buckets=(0.1, 0.5, 1.0)),
+        CollectorRegistry(),
+    )
+    usual, quick = histogram(metric, registry), TokenHistogram(metric)
+    for value in (0.0, 0.1, 0.11, 0.5, 0.9, 1.0, 7.0, 7.0):
+        usual.observe(value)
+        quick.observe(value)
+    (expected,) = registry.collect()
+    samples = [sample for sample in expected.samples if not sample.name.endswith("_created")]
+    family = quick.family()
+    assert (family.name, family.documentation, family.type) == (expected.name, expected.documentation, expected.type)
+    assert family.samples == samples

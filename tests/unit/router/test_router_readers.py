@@ -66,13 +66,13 @@ def test_every_reader_wakes_from_its_pause_when_the_generation_ends() -> None:
 def test_a_replaced_reader_takes_no_wake_up_from_its_successor() -> None:
     async def scenario(_: ManualClock) -> None:
         live = live_request()
-        first = asyncio.create_task(live.output.wait())
+        first = asyncio.ensure_future(live.output.wait())
         await steps(1)
         live.rewind([0], new_detokenizers(), is_streaming=True)
         await live.output.wait()
         live.cancel(1.0, "by the test")  # before the first one has run again
         await first
-        second = asyncio.create_task(live.output.wait())
+        second = asyncio.ensure_future(live.output.wait())
         await steps(3)
         assert second.done()
 

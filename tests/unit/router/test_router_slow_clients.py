@@ -51,12 +51,13 @@ async def flood(
         await asyncio.sleep(0)
 
 
+@pytest.mark.parametrize("interval", [None, 1], ids=["", "each token"])
 @pytest.mark.parametrize("fields", [{}, {"resume": pb.ResumeFrom()}], ids=["", "may resume"])
 async def test_a_client_that_takes_nothing_is_given_up_and_its_generation_cancelled(
-    tmp_path: Path, fields: dict[str, Any]
+    tmp_path: Path, fields: dict[str, Any], interval: int | None
 ) -> None:
     prefill, decode = pair()
-    output = pb.OutputOptions(token_ids=True, top_logprobs=5)
+    output = pb.OutputOptions(token_ids=True, top_logprobs=5, stream_interval_tokens=interval)
     stopping = pb.StoppingCriteria(max_output_tokens=240)
     async with running_router(tmp_path, (prefill, decode), stalled_client_timeout_s=0.3) as router:
         async with deaf_client(router, stopping=stopping, output=output, **fields) as call:
