@@ -75,8 +75,8 @@ class PrefixHashes:
         self.num_groups = -(-self.num_blocks // GROUP)
         """The last may be of fewer blocks than the others."""
         self._ends: list[bytes] = []
-        self._known: dict[int, tuple[list[bytes], Iterator[bytes]]] = {}
-        """Of a group: those that were computed, and the rest."""
+        self._known: dict[int, list[bytes]] = {}
+        """Of the groups that were asked for block by block."""
 
     def end_of_group(self, group: int) -> bytes:
         """The hash of its last block. Groups before it are looked at first."""
@@ -86,16 +86,15 @@ class PrefixHashes:
             ends.append(_hash(parent + _written(self._tokens_of(len(ends))), key=self._key).digest())
         return ends[group]
 
-    def of_group(self, group: int) -> Iterator[bytes]:
-        """The hashes of its blocks, first to last."""
-        if group not in self._known:
+    def of_group(self, group: int) -> Sequence[bytes]:
+        """The hashes of its blocks, first to last: all at once, as to compute them one by one takes as long as most of
+        them do."""
+        known = self._known.get(group)
+        if known is None:
             parent = self.end_of_group(group - 1) if group else root_of(self._block_size)
-            self._known[group] = [], block_hashes(parent, self._tokens_of(group), self._block_size, self._key)
-        known, rest = self._known[group]
-        for index in range(min(GROUP, self.num_blocks - group * GROUP)):
-            if index == len(known):
-                known.append(next(rest))
-            yield known[index]
+            known = list(block_hashes(parent, self._tokens_of(group), self._block_size, self._key))
+            self._known[group] = known
+        return known
 
     def _tokens_of(self, group: int) -> Sequence[int]:
         first = group * GROUP

@@ -10,7 +10,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 from cluster.step_cost import StepCost, UsualCost
@@ -42,6 +41,10 @@ class Ranking(Generic[C]):
 
     def __iter__(self) -> Iterator[str]:
         return (worker_id for _, worker_id in self._order)
+
+    def first(self, count: int) -> list[str]:
+        """The ids of so many that come first."""
+        return [worker_id for _, worker_id in self._order[:count]]
 
     def place(self, worker: C) -> None:
         """Adds a worker, or moves it to where it belongs now."""
@@ -188,9 +191,9 @@ class CandidatePool(Sequence[C]):
 
     def _first_holders(self, ranking: Ranking[C], holding: int, each: int) -> list[C]:
         found = list[C]()
-        for worker_id in islice(ranking, MOST_HOLDERS):
-            worker = self._by_id[worker_id]
-            if worker.prefix_index is not None and worker.prefix_index.bit & holding:
+        for worker in map(self._by_id.__getitem__, ranking.first(MOST_HOLDERS)):
+            index = worker.prefix_index
+            if index is not None and index.bit & holding:
                 found.append(worker)
                 if len(found) == each:
                     break

@@ -180,9 +180,9 @@ class Holders:
         """The steps of workers that hold all before a group, but not all of it; beyond the last one, they hold all."""
         if group == hashes.num_groups:
             return [Step(hashes.num_blocks, holding)]
-        steps, depth = list[Step](), group * GROUP
+        steps, depth, tables = list[Step](), group * GROUP, self._tables
         for block_hash in hashes.of_group(group):
-            still = holding & self._of(block_hash)
+            still = holding & tables[block_hash[0]].get(block_hash, 0)
             if still != holding:
                 if depth:
                     steps.append(Step(depth, holding ^ still))
