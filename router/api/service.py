@@ -146,8 +146,9 @@ class GenerationService:
                 events = reader.take()
                 if reader.is_kept:
                     await self.resumables.before_send(reader, events)
-                if events:
-                    await writer.write(events)
+                for event in events:
+                    await writer.write(event)
+                writer.rest()
                 if is_over:
                     return
                 if is_spaced and live.first_token_at is not None and self._rate.spacing_s:

@@ -46,6 +46,8 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._bytes_of: dict[int, bytes] = {}
+        self._whole: dict[int, str] = {}
+        """As `ByteDetokenizer` has it."""
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
@@ -86,7 +88,7 @@ class Tokenizer:
     def new_detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
         """A detokenizer for one sequence that continues this prompt. Special tokens have no text in it."""
         if self._is_byte_level:
-            return ByteDetokenizer(self._token_bytes)
+            return ByteDetokenizer(self._token_bytes, self._whole)
         return WindowDetokenizer(self.decode, prompt_token_ids[-CONTEXT_TOKENS:], self._special_ids)
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -31,6 +31,7 @@ from router.queue.admission import AdmissionRequest
 from router.queue.waiting_queue import WaitingQueue
 from router.routing.demand import DemandWindow
 from router.routing.fleet import Fleet, WorkerAddress
+from router.routing.load_tracker import Charge
 from router.routing.lost_workers import RequestRecovery
 from router.routing.migration import MOST_ROOMS, DecodeRoom, choose_moves, residents_of, why_emptied
 from router.routing.policies import policy_class
@@ -283,9 +284,9 @@ class Dispatcher:
                 self._recovery.fail_internally(live)
 
     def _on_event(self, worker: WorkerClient, live: LiveRequest, kind: str, message: Any, now: float) -> None:
-        attempt = live.attempt
+        attempt = live.attempts[-1]
         if kind == "tokens":
-            self._on_tokens(live, message, now)
+            self._on_tokens(live, attempt.charge, message, now)
         elif kind == "phase":
             live.on_phase(message, now)
         elif kind == "prompt_logprobs":
@@ -300,8 +301,8 @@ class Dispatcher:
             if attempt.is_move:
                 self._move_away()  # a finished move makes way for the next
 
-    def _on_tokens(self, live: LiveRequest, tokens: worker_pb2.Tokens, now: float) -> None:
-        effect, charge = live.on_tokens(tokens, now), live.attempt.charge
+    def _on_tokens(self, live: LiveRequest, charge: Charge, tokens: worker_pb2.Tokens, now: float) -> None:
+        effect = live.on_tokens(tokens, now)
         has_begun = charge.is_prefilling and live.first_token_at is not None
         if has_begun:
             charge.prefill_done()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
@@ -191,11 +191,13 @@ class StreamWriter:
                 "and its generation was cancelled; call again, and read the stream as it comes"
             ) from None
 
-    async def write(self, messages: Iterable[GenerateStreamResponse]) -> None:
-        """Returns when the next ones may be written."""
-        for message in messages:
-            self._begun_at = self._now()
-            await self._write(message)
+    def write(self, message: GenerateStreamResponse) -> Awaitable[None]:
+        """Begins a write. The next one may follow when what this returns has been awaited, or `rest` be called."""
+        self._begun_at = self._now()
+        return self._write(message)
+
+    def rest(self) -> None:
+        """No write is under way."""
         self._begun_at = None
 
     def _look(self) -> None:

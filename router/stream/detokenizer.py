@@ -37,17 +37,28 @@ class Detokenizer(Protocol):
 class ByteDetokenizer:
     """For decoders that turn each token into bytes by itself."""
 
-    def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
+    def __init__(self, bytes_of: Callable[[int], bytes], whole: dict[int, str] | None = None) -> None:
+        """`whole`: the texts of tokens that begin and end with a character, which all detokenizers of a tokenizer share
+        and fill."""
         self._bytes_of = bytes_of
+        self._whole = {} if whole is None else whole
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._holds_nothing = True
+        """The decoder is between two characters."""
 
     def push(self, token_ids: Sequence[int]) -> str:
+        is_one = len(token_ids) == 1 and self._holds_nothing
+        if is_one and (known := self._whole.get(token_ids[0])) is not None:
+            return known
         bytes_of = self._bytes_of
-        if len(token_ids) == 1:
-            return self._decoder.decode(bytes_of(token_ids[0]))
-        return self._decoder.decode(b"".join([bytes_of(token_id) for token_id in token_ids]))
+        text = self._decoder.decode(b"".join([bytes_of(token_id) for token_id in token_ids]))
+        self._holds_nothing = not self._decoder.getstate()[0]
+        if is_one and self._holds_nothing:
+            self._whole[token_ids[0]] = text
+        return text
 
     def flush(self) -> str:
+        self._holds_nothing = True
         return self._decoder.decode(b"", final=True)
 
 

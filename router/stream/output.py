@@ -343,7 +343,11 @@ class OutputBuffer:
     def take_deltas(self) -> list[generation_pb2.GenerateStreamResponse]:
         """As `take`, where `has_deltas_alone`."""
         self._has_news = False
-        return [delta for s in self.sequences if s.is_due and (delta := s.take()) is not None]
+        deltas = list[generation_pb2.GenerateStreamResponse]()
+        for sequence in self.sequences:
+            if sequence.is_due and (delta := sequence.take()) is not None:
+                deltas.append(delta)
+        return deltas
 
     def take(self, *, is_prefilling: bool) -> Unsent:
         """Returns what the client has not been sent. `is_prefilling`: a worker has begun with the request."""
