@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,10 +17,13 @@ from cluster.errors import ConfigError
 if TYPE_CHECKING:
     from simulate.estimates import OfferedLoad
     from simulate.memory_plan import LayoutMemory, MemoryQuestion
-    from simulate.planner import PlanChoice, Planner, PlanQuestion
+    from simulate.plan_choice import PlanChoice
+    from simulate.plan_series import LoadWindow
+    from simulate.planner import Planner, PlanQuestion
     from simulate.report import RunReport
     from simulate.shapes import DeviceLayout, ModelShape
     from simulate.worker_profile import WorkerProfile
+    from simulate.workload import RequestShape
 
 _USUAL_CONTEXT = 4096
 _KV_DTYPES = ("auto", "int8", "fp8")
@@ -101,15 +105,13 @@ class PlannedLoad:
         Path | None, typer.Option(help="Lengths, and the mean rate, of a trace instead: CSV or JSON lines.")
     ] = None
 
-    def offered(self, most_tokens: int) -> OfferedLoad:
-        """Requests of more than `most_tokens` are cut. Raises ConfigError, for a trace with its row."""
+    def shapes(self, most_tokens: int) -> list[RequestShape]:
+        """The trace, or requests at time 0; those of more than `most_tokens` are cut. Raises ConfigError, for a trace
+        with its row."""
         from simulate import workload
-        from simulate.estimates import OfferedLoad
 
-        rate = self.rate or 1.0
         if self.trace is not None:
             shapes = workload.read_trace(self.trace)
-            rate = self.rate or (len(shapes) - 1) / max(shapes[-1].at, 1e-9) or 1.0
         elif self.prompt_p90 is None and self.output_p90 is None:
             shapes = [workload.RequestShape(0.0, self.prompt, self.output)]
         else:
@@ -122,8 +124,30 @@ class PlannedLoad:
             except ValueError as error:
                 raise ConfigError(f"--prompt-p90, --output-p90: {error}") from error
             shapes = workload.random_shapes(_NUM_DRAWN, drawn, seed=0)
-        shapes = workload.scaled(shapes, most_tokens=most_tokens)
+        return workload.scaled(shapes, most_tokens=most_tokens)
+
+    def offered(self, shapes: Sequence[RequestShape]) -> OfferedLoad:
+        """All of them at the rate that is asked for, or at the trace's."""
+        from simulate.estimates import OfferedLoad
+
+        rate = self.rate or (1.0 if self.trace is None else (len(shapes) - 1) / max(shapes[-1].at, 1e-9) or 1.0)
         return OfferedLoad(rate, tuple((shape.num_prompt_tokens, shape.num_output_tokens) for shape in shapes))
+
+    def windows(self, shapes: Sequence[RequestShape]) -> tuple[list[LoadWindow], str]:
+        """Parts of the trace, or of a generated day of this load, and which day it is."""
+        from simulate.plan_series import windows_of_day, windows_of_trace
+        from simulate.workload import DayShape
+
+        if self.trace is not None:
+            windows = windows_of_trace(shapes, self.rate)
+            return windows, f"Parts of {self.trace.name}, each with the requests that came in it."
+        load = self.offered(shapes)
+        day = DayShape.with_peak(load.rate)
+        return windows_of_day(load, day), (
+            f"A generated day: {load.rate:g} requests/s at the peak, 1/{day.peak_to_trough:g} of it at the trough; "
+            f"the ratio of prompt to output tokens swings {day.ratio_swing:g}-fold every {day.ratio_period_s / 3600:g} "
+            "hours. A trace (--trace) takes its place."
+        )
 
 
 @dataclass(frozen=True)
@@ -144,6 +168,9 @@ class PlannedGoal:
         int | None, typer.Option(min=10, metavar="N", help="Run the plans with so many requests in virtual time, too.")
     ] = None
     write: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the cluster.yaml that is meant.")] = None
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page with pictures: by ratio, rate and time of day.")
+    ] = None
 
     def workers(self) -> tuple[int, int] | None:
         """Raises ConfigError."""
@@ -175,14 +202,41 @@ def plan(
             found = _memory(question, options.layouts())
             print(json.dumps(_memory_document(question, found)) if as_json else _render_memory(question, found))
             return
-        _plan(_asked(shape, options, load, goal), model, goal, as_json)
+        _plan(shape, options, load, goal, model, as_json)
 
 
-def _asked(shape: ModelShape, options: PlannedDevice, load: PlannedLoad, goal: PlannedGoal) -> PlanQuestion:
+def _plan(
+    shape: ModelShape, options: PlannedDevice, load: PlannedLoad, goal: PlannedGoal, model: str, as_json: bool
+) -> None:
+    from cli.plan_page import page_of
+    from cli.plan_view import PlanFindings, document_of, render
+    from simulate.plan_choice import choose
+    from simulate.plan_config import config_text
+    from simulate.planner import Planner
+
+    ratio, shapes = goal.workers(), load.shapes(shape.max_position_embeddings)
+    question = _asked(shape, options, load.offered(shapes), goal)
+    planner = Planner(question)
+    choice = choose(planner, ratio)
+    config = config_text(question, choice.best, model)
+    if goal.write is not None:
+        _write("--write", goal.write, config)
+    reports = _simulated(planner, choice, goal.simulate) if goal.simulate else {}
+    findings = PlanFindings(planner, choice, reports)
+    if goal.html is not None:
+        _write("--html", goal.html, page_of(findings, *load.windows(shapes), config))
+    if as_json:
+        print(json.dumps(document_of(findings)))
+        return
+    print(render(findings))
+    for file in filter(None, (goal.write, goal.html)):
+        print(f"\nwritten: {file}")
+
+
+def _asked(shape: ModelShape, options: PlannedDevice, offered: OfferedLoad, goal: PlannedGoal) -> PlanQuestion:
     from simulate.placement import LatencyGoal
     from simulate.planner import PlanQuestion
 
-    offered = load.offered(shape.max_position_embeddings)
     memory = options.question(shape, offered.longest(_LONGEST_SHARE))
     return PlanQuestion(
         memory,
@@ -195,23 +249,11 @@ def _asked(shape: ModelShape, options: PlannedDevice, load: PlannedLoad, goal: P
     )
 
 
-def _plan(question: PlanQuestion, model: str, goal: PlannedGoal, as_json: bool) -> None:
-    from cli.plan_view import document_of, render
-    from simulate.plan_config import config_text
-    from simulate.planner import Planner, choose
-
-    ratio = goal.workers()
-    planner = Planner(question)
-    choice = choose(planner, ratio)
-    if goal.write is not None:
-        try:
-            goal.write.write_text(config_text(question, choice.best, model), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--write: {goal.write} cannot be written: {error.strerror}") from error
-    reports = _simulated(planner, choice, goal.simulate) if goal.simulate else {}
-    print(json.dumps(document_of(planner, choice, reports)) if as_json else render(planner, choice, reports))
-    if goal.write is not None and not as_json:
-        print(f"\nwritten: {goal.write}")
+def _write(option: str, file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{option}: {file} cannot be written: {error.strerror}") from error
 
 
 def _simulated(planner: Planner, choice: PlanChoice, num_requests: int) -> dict[str, RunReport]:

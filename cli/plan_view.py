@@ -4,70 +4,107 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from cluster.text import count_of
-from simulate.planner import DevicePlan, PlanChoice, Planner, PlanQuestion, RolePlan
+from simulate.estimates import LatencyEstimate
+from simulate.plan_choice import PlanChoice
+from simulate.plan_series import other_loads
+from simulate.planner import DevicePlan, Planner, PlanQuestion, RolePlan
 from simulate.report import RunReport
 
-_RATES = (0.5, 0.8, 1.0, 1.25, 1.5)
 _WIDTH = 26
+_NAMES = 30
 
 
-def render(planner: Planner, choice: PlanChoice, reports: Mapping[str, RunReport]) -> str:
-    """The question, the plans side by side, the verdict, and what becomes of the best one under other loads."""
-    question = planner.question
-    load, goal, memory = question.load, question.goal, question.memory
-    shown = choice.plans
-    best = next(name for name, plan in shown.items() if plan is choice.best)
-    most = {name: planner.most_rate(plan) for name, plan in shown.items()}
-    rows = [
-        f"{label:<22}" + "".join(f"{text(question, plan):<{_WIDTH}}" for plan in shown.values())
-        for label, text in _ROWS
-    ]
-    return "\n".join(
-        [
+@dataclass(frozen=True)
+class PlanFindings:
+    """What was asked, what was compared, and what else is known of the plans, by their names."""
+
+    planner: Planner
+    choice: PlanChoice
+    reports: Mapping[str, RunReport]
+    """Runs in virtual time; empty: none was asked for."""
+
+    @cached_property
+    def most_rates(self) -> Mapping[str, float]:
+        """The highest rate at which each plan keeps the objectives."""
+        return {name: self.planner.most_rate(plan) for name, plan in self.choice.plans.items()}
+
+    @property
+    def best_name(self) -> str:
+        return next(name for name, plan in self.choice.plans.items() if plan is self.choice.best)
+
+    @property
+    def asked(self) -> tuple[str, str]:
+        """The load and the objectives as text."""
+        question = self.planner.question
+        load, goal, memory = question.load, question.goal, question.memory
+        return (
             f"{memory.shape.name} on {memory.device.name}: {load.rate:g} requests/s, prompts of "
             f"{load.mean_prompt:,.0f} and outputs of {load.mean_output:,.0f} tokens on the mean",
             f"asked: first token within {1000 * goal.ttft_s:g} ms, {1000 * goal.tpot_s:g} ms per token, each in "
             f"{goal.share:.0%} of the requests",
+        )
+
+    @property
+    def rows(self) -> list[tuple[str, list[str]]]:
+        """A label, and a cell for each plan."""
+        question, shown = self.planner.question, self.choice.plans
+        rows = [(label, [text(question, plan) for plan in shown.values()]) for label, text in _ROWS]
+        rows.append(("serves at most", [f"{self.most_rates[name]:.2f} requests/s" for name in shown]))
+        return rows + (_simulated(self.reports) if self.reports else [])
+
+    @property
+    def sensitivity(self) -> list[tuple[str, LatencyEstimate]]:
+        """What becomes of the best plan under other loads, by their names."""
+        loads = other_loads(self.planner.question.load)
+        return [(name, self.planner.under(load, self.choice.best)[1].estimate) for name, load in loads]
+
+
+def render(findings: PlanFindings) -> str:
+    """The question, the plans side by side, the verdict, and what becomes of the best one under other loads."""
+    heads = "".join(f"{name.replace('_', ' '):<{_WIDTH}}" for name in findings.choice.plans)
+    rows = [f"{label:<22}" + "".join(f"{cell:<{_WIDTH}}" for cell in cells) for label, cells in findings.rows]
+    others = [
+        f"{name:<{_NAMES}}{as_ms(found.ttft_p90_s):>14}{as_ms(found.tpot_p90_s):>14}{found.kept_share:>14.1%}"
+        for name, found in findings.sensitivity
+    ]
+    return "\n".join(
+        [
+            *findings.asked,
             "",
-            f"{'':<22}" + "".join(f"{name.replace('_', ' '):<{_WIDTH}}" for name in shown),
+            f"{'':<22}{heads}",
             *[row.rstrip() for row in rows],
-            f"{'serves at most':<22}"
-            + "".join(f"{f'{most[name]:.2f} requests/s':<{_WIDTH}}" for name in shown).rstrip(),
-            *(_simulated(reports) if reports else []),
             "",
-            choice.verdict,
+            findings.choice.verdict,
             "",
-            f"{best} at other rates:",
-            *_sensitivity(planner, choice.best),
+            f"{f'{findings.best_name} under':<{_NAMES}}{'TTFT p90':>14}{'TPOT p90':>14}{'both in time':>14}",
+            *others,
             "",
-            _error(question),
+            error_of(findings.planner.question),
             "latencies are estimates for steady arrivals without bursts or cached prompts (docs/plan.md).",
         ]
     )
 
 
-def _error(question: PlanQuestion) -> str:
+def error_of(question: PlanQuestion) -> str:
     if question.profile is None:
         return "Steps are computed from shape and device: within 4 % (median) and 21 % (p90) of published ones;"
     error = question.profile.curve.error
     return f"Steps are those of the profile; its curve is off by {error.median:.0%} (median) and {error.p90:.0%} (p90);"
 
 
-def _simulated(reports: Mapping[str, RunReport]) -> list[str]:
+def _simulated(reports: Mapping[str, RunReport]) -> list[tuple[str, list[str]]]:
     """Rows of what a run in virtual time showed of each plan."""
-
-    def row(label: str, text: Callable[[RunReport], str]) -> str:
-        return (f"{label:<22}" + "".join(f"{text(report):<{_WIDTH}}" for report in reports.values())).rstrip()
-
-    number = next(iter(reports.values())).num_requests
+    runs = reports.values()
     return [
-        f"simulated, {number} requests",
-        row("  TTFT p50 / p90", lambda r: _pair(r.ttft_s.by_percentile[50], r.ttft_s.by_percentile[90])),
-        row("  TPOT p50 / p90", lambda r: _pair(r.tpot_s.by_percentile[50], r.tpot_s.by_percentile[90])),
-        row("  both in time", lambda r: f"{r.kept_share:.1%}"),
+        ("simulated", [f"{run.num_requests} requests" for run in runs]),
+        ("  TTFT p50 / p90", [_pair(run.ttft_s.by_percentile[50], run.ttft_s.by_percentile[90]) for run in runs]),
+        ("  TPOT p50 / p90", [_pair(run.tpot_s.by_percentile[50], run.tpot_s.by_percentile[90]) for run in runs]),
+        ("  both in time", [f"{run.kept_share:.1%}" for run in runs]),
     ]
 
 
@@ -76,10 +113,13 @@ def _role(plan: RolePlan | None) -> str:
 
 
 def _pair(low_s: float, high_s: float) -> str:
-    return "overloaded" if math.isinf(low_s) else f"{1000 * low_s:.4g} / {_ms(high_s)}"
+    return f"{1000 * low_s:.4g} / {as_ms(high_s)}" if math.isfinite(low_s) else as_ms(low_s)
 
 
-def _ms(seconds: float) -> str:
+def as_ms(seconds: float) -> str:
+    """Infinite: nothing is in time; NaN: nothing was measured, such as times per token of outputs with one."""
+    if math.isnan(seconds):
+        return "–"
     return "overloaded" if math.isinf(seconds) else f"{1000 * seconds:.4g} ms"
 
 
@@ -125,19 +165,9 @@ _ROWS: tuple[tuple[str, Callable[[PlanQuestion, DevicePlan], str]], ...] = (
 )
 
 
-def _sensitivity(planner: Planner, plan: DevicePlan) -> list[str]:
-    lines = [f"{'requests/s':>12}{'TTFT p90':>14}{'TPOT p90':>14}{'both in time':>14}"]
-    for factor in _RATES:
-        other = planner.at_rate(factor * planner.question.load.rate)
-        found = other.of_workers(plan.prefill, plan.decode).estimate
-        times = f"{_ms(found.ttft_p90_s):>14}{_ms(found.tpot_p90_s):>14}"
-        lines.append(f"{other.question.load.rate:>12.4g}{times}{found.kept_share:>14.1%}")
-    return lines
-
-
-def document_of(planner: Planner, choice: PlanChoice, reports: Mapping[str, RunReport]) -> dict[str, Any]:
+def document_of(findings: PlanFindings) -> dict[str, Any]:
     """Keys are added, never changed."""
-    question = planner.question
+    question, choice, reports = findings.planner.question, findings.choice, findings.reports
     load, goal, memory = question.load, question.goal, question.memory
     return {
         "model": memory.shape.name,
@@ -151,14 +181,15 @@ def document_of(planner: Planner, choice: PlanChoice, reports: Mapping[str, RunR
         "disaggregate": choice.best.prefill is not None,
         "verdict": choice.verdict,
         "simulated": {name: _run_document(report) for name, report in reports.items()},
-        "disaggregated": _plan_document(planner, choice.split),
-        "colocated": None if choice.colocated is None else _plan_document(planner, choice.colocated),
-        "what_if": None if choice.what_if is None else _plan_document(planner, choice.what_if),
+        **{name: _plan_document(findings, name) for name in ("disaggregated", "colocated", "what_if")},
     }
 
 
-def _plan_document(planner: Planner, plan: DevicePlan) -> dict[str, Any]:
-    question = planner.question
+def _plan_document(findings: PlanFindings, name: str) -> dict[str, Any] | None:
+    """None: there is no such plan."""
+    question, plan = findings.planner.question, findings.choice.plans.get(name)
+    if plan is None:
+        return None
     found, load = plan.estimate, question.load
     times = {"ttft_p50_ms": found.ttft_p50_s, "ttft_p90_ms": found.ttft_p90_s}
     times |= {"tpot_p50_ms": found.tpot_p50_s, "tpot_p90_ms": found.tpot_p90_s}
@@ -169,7 +200,7 @@ def _plan_document(planner: Planner, plan: DevicePlan) -> dict[str, Any]:
         **{name: None if math.isinf(seconds) else 1000 * seconds for name, seconds in times.items()},
         "kept_share": found.kept_share,
         "goodput": load.rate * found.kept_share,
-        "most_rate": planner.most_rate(plan),
+        "most_rate": findings.most_rates[name],
         "max_num_seqs": plan.max_num_seqs,
         "handoff_ms": 1000 * plan.transfer_s,
         "dollars_per_hour": plan.num_devices * question.price_per_hour,
@@ -181,7 +212,8 @@ def _plan_document(planner: Planner, plan: DevicePlan) -> dict[str, Any]:
 def _run_document(report: RunReport) -> dict[str, Any]:
     times = {f"ttft_p{p}_ms": 1000 * report.ttft_s.by_percentile[p] for p in (50, 90)}
     times |= {f"tpot_p{p}_ms": 1000 * report.tpot_s.by_percentile[p] for p in (50, 90)}
-    return {"requests": report.num_requests, **times, "kept_share": report.kept_share}
+    told = {name: value if math.isfinite(value) else None for name, value in times.items()}
+    return {"requests": report.num_requests, **told, "kept_share": report.kept_share}
 
 
 def _role_document(role: RolePlan) -> dict[str, Any]:

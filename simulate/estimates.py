@@ -4,8 +4,11 @@
                 a prompt waits, then takes its own time
     decode      n sequences run where arrivals times output tokens times the step of n is n (Little's law); they vary
                 about as the square root of n
-    colocated   a step has as much of a prompt as ends within the pace that a worker keeps beside its sequences
+    beside      a step has as much of a prompt as ends within the pace that a worker keeps beside its sequences
                 (`cluster.step_cost.PACE_SHARE` of the time per token)
+
+Where each worker computes both, all prompts are computed beside sequences. Where prefill has workers of its own, those
+prompts are that come to more than they compute in time: the router places a prompt where it ends first.
 
 No number of requests is drawn: the same question has the same answer at once. What is left out: bursts, prefix caches,
 preemption, prompts that are unevenly spread, and hand-offs that share a network card.
@@ -24,7 +27,7 @@ from cluster.step_cost import PACE_SHARE, StepSize
 from simulate.curves import StepCurve, StepSample
 from simulate.placement import LatencyGoal
 
-_HALVINGS = 60
+_HALVINGS = 40
 _MOST_SAMPLES = 500
 _FAR_S = 1e6
 _ROUNDS = 30
@@ -65,6 +68,15 @@ class OfferedLoad:
         ordered = sorted(prompt + output for prompt, output in self.lengths)
         return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)]
 
+    def stretched(self, prompt: float, output: float) -> OfferedLoad:
+        """The same requests with lengths times these factors, each at least 1."""
+        lengths = tuple((max(1, round(prompt * one)), max(1, round(output * other))) for one, other in self.lengths)
+        return OfferedLoad(self.rate, lengths)
+
+    def token_delay_s(self, handoff_s: float) -> float:
+        """Seconds that a hand-off adds to each token after the first of the mean output."""
+        return handoff_s / max(1.0, self.mean_output - 1)
+
     def demand(self) -> Demand:
         """The sums of one second, as a router would count them."""
         num = len(self.lengths)
@@ -90,8 +102,13 @@ class WaitingTimes:
         return sum(self.services_s) / len(self.services_s)
 
     @property
+    def capacity(self) -> float:
+        """Prompts a second at which no server rests."""
+        return self.num_servers / self.mean_service_s
+
+    @property
     def busy(self) -> float:
-        return self.rate * self.mean_service_s / self.num_servers
+        return self.rate / self.capacity
 
     @cached_property
     def _waiting(self) -> tuple[float, float]:
@@ -110,12 +127,24 @@ class WaitingTimes:
         in_time = [s for s in self.services_s if s <= seconds]
         return sum(1 - waits * math.exp(-(seconds - s) / mean_s) for s in in_time) / len(self.services_s)
 
+
+@dataclass(frozen=True)
+class PromptQueues:
+    """Prompts that wait in several places, each with its share of them."""
+
+    parts: tuple[tuple[float, WaitingTimes], ...]
+
+    def share_within(self, seconds: float) -> float:
+        """Share of all prompts that are computed within these seconds from their arrival."""
+        return sum(weight * waiting.share_within(seconds) for weight, waiting in self.parts)
+
     def quantile_s(self, share: float) -> float:
-        if self.busy >= 1:
-            return math.inf
-        low, high = 0.0, self.services_s[-1]
-        while self.share_within(high) < share and high < _FAR_S:
+        """Seconds within which this share is computed; infinite where fewer ever are."""
+        low, high = 0.0, max(waiting.services_s[-1] for _, waiting in self.parts)
+        while self.share_within(high) < share:
             high *= 2
+            if high > _FAR_S:
+                return math.inf
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
             low, high = (low, middle) if self.share_within(middle) >= share else (middle, high)
@@ -132,15 +161,25 @@ def erlang_c(num_servers: int, offered: float) -> float:
 
 @dataclass(frozen=True)
 class LatencyEstimate:
-    """Latencies of a plan under a load, and the share of the requests that keep both objectives."""
+    """Latencies of a plan under a load, and the shares of the requests that keep each objective."""
 
     ttft_p50_s: float
     ttft_p90_s: float
     tpot_p50_s: float
     tpot_p90_s: float
-    kept_share: float
+    ttft_share: float
+    tpot_share: float
     num_running: float
     """Sequences that one worker decodes on the mean."""
+
+    @property
+    def kept_share(self) -> float:
+        """Share of the requests that keep both, as if neither depended on the other."""
+        return self.ttft_share * self.tpot_share
+
+    def keeps(self, goal: LatencyGoal) -> bool:
+        """Whether enough requests keep each of the objectives."""
+        return min(self.ttft_share, self.tpot_share) >= goal.share
 
 
 @dataclass(frozen=True)
@@ -193,10 +232,10 @@ class DecodeLoad:
         return num + NormalDist().inv_cdf(share) * math.sqrt(num)
 
     def share_within(self, num: float, tpot_s: float) -> float:
-        """Share of the moments at which a step is short enough, with `num` sequences on the mean."""
+        """Share of the moments at which a step has all sequences and is short enough, with `num` on the mean."""
         if math.isinf(num) or self.step_s(1) > tpot_s:
             return 0.0
-        low, high = 1, 1 << 17
+        low, high = 1, self.num_at_most
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self.step_s(middle) <= tpot_s else (low, middle - 1)
@@ -214,56 +253,77 @@ def _prompts(num_tokens: int, num_before: int, num: int) -> StepSize:
     return StepSize(num * one.num_prompt_tokens, num * one.num_attended)
 
 
-def split_estimate(
-    load: OfferedLoad, waiting: WaitingTimes, decode: DecodeLoad, num_decode: int, goal: LatencyGoal, transfer_s: float
+@dataclass(frozen=True)
+class _Beside:
+    """Decode workers with the prompts that they compute beside their sequences."""
+
+    num: float
+    """Sequences of one worker; infinite: too many."""
+    busy: float = 0.0
+    """Share of the steps with a prompt's tokens."""
+    slow_s: float = 0.0
+    """Seconds of such a step."""
+    waiting: WaitingTimes | None = None
+    """Of these prompts; None: there are none."""
+
+    def tpot_s(self, decode: DecodeLoad, running: float) -> float:
+        if math.isinf(running):
+            return math.inf
+        step_s, busy = decode.step_s(running), min(1.0, self.busy)
+        return busy * max(self.slow_s, step_s) + (1 - busy) * step_s
+
+
+@dataclass(frozen=True)
+class DecodeWorkers:
+    """Workers that generate, and may compute prompts beside."""
+
+    num_workers: int
+    decode: DecodeLoad
+    services_s: Sequence[float]
+    """Of prompts alone on one of them."""
+    chunk: int
+    """Most tokens of a step."""
+
+    def beside(self, load: OfferedLoad, prompts_per_s: float, goal: LatencyGoal) -> _Beside | None:
+        """None where steps have no room for prompts."""
+        decode, tokens_per_s = self.decode, load.rate * load.mean_output / self.num_workers
+        if prompts_per_s <= 0:
+            return _Beside(decode.running(tokens_per_s))
+        alone = min(self.chunk, max(1, round(load.mean_prompt)))
+        alone_s = decode.curve.seconds(_prompts(alone, 0, decode.num_groups)) / (alone * decode.num_groups)
+        found = _Beside(0.0)
+        for _ in range(_ROUNDS):  # more prompts make longer steps, thus more sequences, which leave prompts less
+            num = decode.running(tokens_per_s, found.slow_s, min(1.0, found.busy))
+            mixed = None if math.isinf(num) else decode.with_prompt(num, PACE_SHARE * goal.tpot_s, self.chunk)
+            if mixed is None or not mixed.step.num_prompt_tokens:
+                return None
+            stretch = mixed.seconds / mixed.step.num_prompt_tokens / alone_s
+            services = [s * stretch for s in self.services_s]
+            waiting = WaitingTimes(services, prompts_per_s, self.num_workers * decode.num_groups)
+            before, found = found.busy, _Beside(num, waiting.busy, mixed.seconds, waiting)
+            if abs(waiting.busy - before) < _ALIKE or waiting.busy >= 1:
+                break
+        return found
+
+
+def latency_estimate(
+    load: OfferedLoad, apart: WaitingTimes | None, workers: DecodeWorkers, goal: LatencyGoal, handoff_s: float = 0.0
 ) -> LatencyEstimate:
-    """Prompts on workers of their own. `transfer_s`: what is left of a hand-off when the first token is there; it
-    counts among the tokens of an output."""
-    num = decode.running(load.rate * load.mean_output / num_decode)
-    added_s = transfer_s / max(1.0, load.mean_output - 1)
+    """`apart`: the prompts that have workers of their own, at the rate that comes to those; all others are computed
+    beside sequences. `handoff_s`: seconds of a hand-off after the first token; they count among an output's tokens."""
+    share = 0.0 if apart is None else min(1.0, apart.rate / load.rate)
+    decode, found = workers.decode, workers.beside(load, (1 - share) * load.rate, goal)
+    if found is None:
+        return LatencyEstimate(math.inf, math.inf, math.inf, math.inf, 0.0, 0.0, math.inf)
+    both = ((share, apart), (1 - share, found.waiting))
+    queues = PromptQueues(tuple((weight, waiting) for weight, waiting in both if waiting is not None))
+    added_s = share * load.token_delay_s(handoff_s)
     return LatencyEstimate(
-        waiting.quantile_s(0.5),
-        waiting.quantile_s(0.9),
-        _step_or_inf(decode, num) + added_s,
-        _step_or_inf(decode, decode.at_share(num, 0.9)) + added_s,
-        waiting.share_within(goal.ttft_s) * decode.share_within(num, goal.tpot_s - added_s),
-        num,
+        queues.quantile_s(0.5),
+        queues.quantile_s(0.9),
+        found.tpot_s(decode, found.num) + added_s,
+        found.tpot_s(decode, decode.at_share(found.num, 0.9)) + added_s,
+        queues.share_within(goal.ttft_s),
+        decode.share_within(found.num, goal.tpot_s - added_s),
+        found.num,
     )
-
-
-def colocated_estimate(
-    load: OfferedLoad, services_s: Sequence[float], decode: DecodeLoad, num_workers: int, goal: LatencyGoal, chunk: int
-) -> LatencyEstimate:
-    """Each worker computes prompts beside its sequences, at most `chunk` tokens in a step."""
-    pace_s, tokens_per_s = PACE_SHARE * goal.tpot_s, load.rate * load.mean_output / num_workers
-    alone = min(chunk, max(1, round(load.mean_prompt)))
-    groups = decode.num_groups
-    alone_s = decode.curve.seconds(_prompts(alone, 0, groups)) / (alone * groups)
-    busy, slow_s = 0.0, 0.0
-    for _ in range(_ROUNDS):  # more prompts make longer steps, thus more sequences, which leave prompts less
-        num = decode.running(tokens_per_s, slow_s, min(1.0, busy))
-        mixed = None if math.isinf(num) else decode.with_prompt(num, pace_s, chunk)
-        if mixed is None or not mixed.step.num_prompt_tokens:
-            return LatencyEstimate(math.inf, math.inf, math.inf, math.inf, 0.0, num)
-        slow_s, stretch = mixed.seconds, mixed.seconds / mixed.step.num_prompt_tokens / alone_s
-        waiting = WaitingTimes([s * stretch for s in services_s], load.rate, num_workers * groups)
-        before, busy = busy, waiting.busy
-        if abs(busy - before) < _ALIKE or busy >= 1:
-            break
-
-    def tpot_s(running: float) -> float:
-        step_s = _step_or_inf(decode, running)
-        return min(1.0, busy) * max(slow_s, step_s) + max(0.0, 1 - busy) * step_s
-
-    return LatencyEstimate(
-        waiting.quantile_s(0.5),
-        waiting.quantile_s(0.9),
-        tpot_s(num),
-        tpot_s(decode.at_share(num, 0.9)),
-        waiting.share_within(goal.ttft_s) * decode.share_within(num, goal.tpot_s),
-        num,
-    )
-
-
-def _step_or_inf(decode: DecodeLoad, num: float) -> float:
-    return math.inf if math.isinf(num) else decode.step_s(num)

@@ -11,19 +11,19 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from cluster.errors import ConfigError
-from cluster.text import count_of
 from simulate.curves import StepCurve
 from simulate.devices import GRAPHS, Efficiency
 from simulate.estimates import (
     DecodeLoad,
+    DecodeWorkers,
     LatencyEstimate,
     OfferedLoad,
     WaitingTimes,
-    colocated_estimate,
+    latency_estimate,
     prompt_seconds,
-    split_estimate,
 )
 from simulate.memory_plan import LayoutMemory, MemoryQuestion, memory_of, usual_layouts
 from simulate.placement import LatencyGoal, fewest, highest_rate
@@ -33,8 +33,8 @@ from simulate.worker_profile import WorkerProfile
 
 MOST_WORKERS = 1024
 _MOST_RATE = 1e6
-_NEAR = 1.05
-"""The nearest objective that can be met is this many times what no wait at all would take."""
+_SHARES = (1.0, 0.5, 0.25, 0.0)
+"""Of the prompts that are too many for the prefill workers, so many are tried on decode workers."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ class Planner:
     def __init__(self, question: PlanQuestion) -> None:
         """Raises ConfigError where the model fits into no layout."""
         self.question = question
-        memory = question.memory
-        profile = question.profile
+        self._most_prompts: dict[tuple[DeviceLayout, int], float] = {}
+        memory, profile = question.memory, question.profile
         profiled = () if profile is None else (DeviceLayout(profile.worker.tensor_parallel),)
         wanted = profiled or question.layouts or usual_layouts(memory.shape, memory.device.devices_per_node)
         held = [memory_of(memory, layout) for layout in wanted]
@@ -151,35 +151,84 @@ class Planner:
     def _chunk(self) -> int:
         return self.question.memory.max_num_batched_tokens
 
+    def option_of(self, layout: DeviceLayout) -> WorkerOption:
+        """Raises ConfigError for a layout that is not among the options."""
+        for option in self.options:
+            if option.layout == layout:
+                return option
+        raise ConfigError(f"--tp, --ep: {self.question.memory.shape.name} is not planned for with {layout}")
+
+    def under(self, load: OfferedLoad, plan: DevicePlan) -> tuple[Planner, DevicePlan]:
+        """The same question under another load, and what a plan's workers should do then."""
+        roles = [role for role in (plan.prefill, plan.decode) if role is not None]
+        layouts = tuple({role.option.layout: None for role in roles})
+        planner = Planner(replace(self.question, load=load, layouts=layouts))
+        decode, *prefill = [RolePlan(planner.option_of(r.option.layout), r.num_workers) for r in reversed(roles)]
+        return planner, planner.of_workers(prefill[0] if prefill else None, decode)
+
     def at_rate(self, rate: float) -> Planner:
         """The same question under another rate."""
         other = copy.copy(self)
         other.question = replace(self.question, load=replace(self.question.load, rate=rate))
         return other
 
-    def split(self) -> DevicePlan:
-        """The fewest devices with prefill and decode apart. Raises ConfigError that names what cannot be met."""
-        prefill = self._least(self._prefill_workers, self._refuse_ttft)
-        decode = self._least(self._decode_workers, self._refuse_tpot)
-        return self.of_workers(prefill, decode)
+    def split(self) -> DevicePlan | None:
+        """The fewest devices with workers of both roles; None where no number of them keeps the objectives.
+
+        Layouts are chosen as if each role did its own work only; then decode workers take what prompts they can.
+        """
+        prefill = self._least(self.prefill_workers)
+        if prefill is None:
+            return None
+        decode = self._least(partial(self.decode_workers, prefill.option))
+        if decode is None:
+            return None
+        best = self.of_workers(prefill, decode)
+        for num_decode in range(decode.num_workers, decode.num_workers + prefill.num_workers):
+            if (found := self._with_decode(replace(decode, num_workers=num_decode), best)) is not None:
+                best = found
+            elif num_decode > decode.num_workers:
+                break
+        return best
+
+    def _with_decode(self, decode: RolePlan, than: DevicePlan) -> DevicePlan | None:
+        """The fewest prefill workers beside these, if that takes fewer devices than another plan."""
+        assert than.prefill is not None
+        prefill = than.prefill
+        most = (than.num_devices - 1 - decode.num_devices) // prefill.option.layout.num_devices
+
+        def is_enough(num: int) -> bool:
+            return self.of_workers(replace(prefill, num_workers=num), decode).estimate.keeps(self.question.goal)
+
+        num = fewest(is_enough, most)
+        return None if num is None else self.of_workers(replace(prefill, num_workers=num), decode)
 
     def colocated(self) -> DevicePlan | None:
         """The fewest devices of which each does both; None where no number of them keeps the objectives."""
-        found = [RolePlan(option, num) for option in self.options if (num := self._colocated_workers(option))]
-        best = min(found, key=lambda plan: plan.num_devices, default=None)
+        best = self._least(self._colocated_workers)
         return None if best is None else self.of_workers(None, best)
 
     def of_workers(self, prefill: RolePlan | None, decode: RolePlan) -> DevicePlan:
-        """What these workers should do, whether or not it is enough."""
-        load, goal = self.question.load, self.question.goal
+        """What these workers should do, whether or not it is enough.
+
+        Decode workers compute prompts that come to more than the prefill workers compute in time, as many as serve the
+        objectives best.
+        """
+        load, goal, option = self.question.load, self.question.goal, decode.option
+        workers = DecodeWorkers(decode.num_workers, option.decode, option.services_s, self._chunk)
         if prefill is None:
-            option = decode.option
-            estimate = colocated_estimate(load, option.services_s, option.decode, decode.num_workers, goal, self._chunk)
-            return DevicePlan(None, decode, estimate, 0.0)
-        transfer_s = self._transfer_s(prefill.option, decode.option)
-        waiting = self._waiting(prefill.option, prefill.num_workers)
-        estimate = split_estimate(load, waiting, decode.option.decode, decode.num_workers, goal, transfer_s)
-        return DevicePlan(prefill, decode, estimate, transfer_s)
+            return DevicePlan(None, decode, latency_estimate(load, None, workers, goal), 0.0)
+        transfer_s = self._transfer_s(prefill.option, option)
+        left = max(0.0, load.rate - self.most_prompts(prefill))
+        best: LatencyEstimate | None = None
+        for share in _SHARES if left else (0.0,):
+            apart = replace(self._waiting(prefill.option, prefill.num_workers), rate=load.rate - share * left)
+            found = latency_estimate(load, apart, workers, goal, transfer_s)
+            best = found if best is None or found.kept_share > best.kept_share else best
+            if found.keeps(goal):
+                break
+        assert best is not None
+        return DevicePlan(prefill, decode, best, transfer_s)
 
     def _waiting(self, option: WorkerOption, num_workers: int) -> WaitingTimes:
         """Each group of a worker's devices computes prompts of its own."""
@@ -196,143 +245,62 @@ class Planner:
         """The highest rate at which a plan's workers keep the objectives, in requests a second; 0: at none."""
         goal = self.question.goal
 
-        def is_kept(rate: float) -> bool:
-            return self.at_rate(rate).of_workers(plan.prefill, plan.decode).estimate.kept_share >= goal.share
+        return _rate_within(
+            lambda rate: self.at_rate(rate).of_workers(plan.prefill, plan.decode).estimate.keeps(goal),
+            self.question.load.rate,
+        )
 
-        most = self.question.load.rate
-        while is_kept(most) and most < _MOST_RATE:
-            most *= 2
-        return highest_rate(is_kept, most)
+    def most_prompts(self, role: RolePlan) -> float:
+        """Prompts a second that prefill workers compute in time."""
+        key = role.option.layout, role.num_workers
+        if key not in self._most_prompts:
+            goal, waiting = self.question.goal, self._waiting(role.option, role.num_workers)
+            self._most_prompts[key] = highest_rate(
+                lambda rate: replace(waiting, rate=rate).share_within(goal.ttft_s) >= goal.share, waiting.capacity
+            )
+        return self._most_prompts[key]
 
-    def _least(self, count: Callable[[WorkerOption], int], refuse: Callable[[], ConfigError]) -> RolePlan:
+    def _least(self, count: Callable[[WorkerOption], int]) -> RolePlan | None:
         found = [RolePlan(option, num) for option in self.options if (num := count(option))]
-        if not found:
-            raise refuse()
-        return min(found, key=lambda plan: (plan.num_devices, plan.option.layout.num_devices))
+        return min(found, key=lambda plan: (plan.num_devices, plan.option.layout.num_devices), default=None)
 
-    def _prefill_workers(self, option: WorkerOption) -> int:
-        """0: no number is enough."""
+    @property
+    def least_ttft(self) -> tuple[float, DeviceLayout]:
+        """Seconds within which enough prompts are computed without any wait, and the layout that does it."""
+        share = self.question.goal.share
+        return min(
+            ((one.services_s[math.ceil(share * len(one.services_s)) - 1], one.layout) for one in self.options),
+            key=lambda found: found[0],
+        )
+
+    @property
+    def least_tpot(self) -> tuple[float, DeviceLayout]:
+        """Seconds of a step with one sequence, and the layout that does it."""
+        return min(((one.decode.step_s(1), one.layout) for one in self.options), key=lambda found: found[0])
+
+    def prefill_workers(self, option: WorkerOption) -> int:
+        """The fewest that compute the load's prompts in time; 0: no number is enough."""
         goal = self.question.goal
         return fewest(lambda n: self._waiting(option, n).share_within(goal.ttft_s) >= goal.share, MOST_WORKERS) or 0
 
-    def _decode_workers(self, option: WorkerOption) -> int:
+    def decode_workers(self, sender: WorkerOption, option: WorkerOption) -> int:
+        """The fewest that generate the load's outputs in time; 0: no number is enough."""
         load, goal, decode = self.question.load, self.question.goal, option.decode
+        limit_s = goal.tpot_s - load.token_delay_s(self._transfer_s(sender, option))
 
         def is_enough(num: int) -> bool:
-            running = decode.running(load.rate * load.mean_output / num)
-            return decode.share_within(running, goal.tpot_s) >= goal.share and (
-                decode.at_share(running, goal.share) <= decode.num_at_most
-            )
+            return decode.share_within(decode.running(load.rate * load.mean_output / num), limit_s) >= goal.share
 
         return fewest(is_enough, MOST_WORKERS) or 0
 
     def _colocated_workers(self, option: WorkerOption) -> int:
-        load, goal = self.question.load, self.question.goal
-
-        def is_enough(num: int) -> bool:
-            found = colocated_estimate(load, option.services_s, option.decode, num, goal, self._chunk)
-            return found.kept_share >= goal.share and found.num_running <= option.decode.num_at_most
-
-        return fewest(is_enough, MOST_WORKERS) or 0
-
-    def _refuse_ttft(self) -> ConfigError:
         goal = self.question.goal
-        alone = {
-            option.layout: option.services_s[math.ceil(goal.share * len(option.services_s)) - 1]
-            for option in self.options
-        }
-        best = min(alone, key=lambda layout: alone[layout])
-        needed = _NEAR * alone[best]
-        return self._refusal("ttft", goal.ttft_s, alone[best], best, replace(goal, ttft_s=needed))
-
-    def _refuse_tpot(self) -> ConfigError:
-        goal = self.question.goal
-        alone = {option.layout: option.decode.step_s(1) for option in self.options}
-        best = min(alone, key=lambda layout: alone[layout])
-        return self._refusal("tpot", goal.tpot_s, alone[best], best, replace(goal, tpot_s=2 * alone[best]))
-
-    def _refusal(
-        self, name: str, limit_s: float, least_s: float, best: DeviceLayout, nearest: LatencyGoal
-    ) -> ConfigError:
-        memory = self.question.memory
-        if least_s <= limit_s:
-            return ConfigError(
-                f"--rate: {self.question.load.rate:g} requests a second take more than {MOST_WORKERS:,} workers of "
-                f"{memory.shape.name} on {memory.device.name}; lower it, and plan for a part of the load"
-            )
-        text = (
-            f"--{name}-ms: {1000 * limit_s:g} ms in {self.question.goal.share:.0%} of the requests cannot be met with "
-            f"any number of {memory.device.name}: {memory.shape.name} takes {1000 * least_s:.1f} ms without any wait "
-            f"with {best}, which comes nearest"
-        )
-        wanted = math.ceil(1000 * (nearest.ttft_s if name == "ttft" else nearest.tpot_s))
-        goal = replace(nearest, **{f"{name}_s": wanted / 1000})
-        try:
-            plan = Planner(replace(self.question, goal=goal)).split()
-        except ConfigError:
-            return ConfigError(f"{text}; raise it to {wanted} or more, or use a faster device")
-        return ConfigError(f"{text}; --{name}-ms {wanted} would take {plan.num_devices} of them")
-
-    def check_number(self, plan: DevicePlan) -> None:
-        """Raises ConfigError where a plan needs more devices than there may be."""
-        most = self.question.most_devices
-        if most is None or plan.num_devices <= most:
-            return
-        share = most / plan.num_devices
-        raise ConfigError(
-            f"--devices: {most} {self.question.memory.device.name} do not serve {self.question.load.rate:g} requests "
-            f"a second within the objectives, {plan.num_devices} do; {most} serve some "
-            f"{share * self.question.load.rate:.2g}: lower --rate, or allow more"
-        )
+        return fewest(lambda n: self.of_workers(None, RolePlan(option, n)).estimate.keeps(goal), MOST_WORKERS) or 0
 
 
-@dataclass(frozen=True)
-class PlanChoice:
-    """What was compared."""
-
-    best: DevicePlan
-    split: DevicePlan
-    colocated: DevicePlan | None
-    """None: no number of devices keeps the objectives so."""
-    what_if: DevicePlan | None
-
-    @property
-    def plans(self) -> dict[str, DevicePlan]:
-        """Those that there are, by name."""
-        plans = {"disaggregated": self.split, "colocated": self.colocated, "what_if": self.what_if}
-        return {name: plan for name, plan in plans.items() if plan is not None}
-
-    @property
-    def verdict(self) -> str:
-        """Whether to disaggregate, and why."""
-        split = self.split.num_devices
-        if self.colocated is None:
-            return (
-                f"Disaggregate: no number of devices keeps these objectives where each computes both; apart {split} do."
-            )
-        both = self.colocated.num_devices
-        if both < split:
-            return f"Do not disaggregate: where each computes both, it takes {count_of(both, 'device')}; apart {split}."
-        if both == split:
-            return f"Do not disaggregate: it takes {count_of(both, 'device')} either way, and nothing is handed over."
-        return f"Disaggregate: {split} devices instead of {both} that each compute both, {1 - split / both:.0%} fewer."
-
-
-def choose(planner: Planner, ratio: tuple[int, int] | None = None) -> PlanChoice:
-    """The best plan with and without disaggregation. `ratio`: workers of each role, of the same layouts, to compare.
-
-    Raises ConfigError for what no plan can meet.
-    """
-    split, colocated = planner.split(), planner.colocated()
-    best = split if colocated is None or split.num_devices < colocated.num_devices else colocated
-    planner.check_number(best)
-    what_if = None
-    if ratio is not None:
-        num_prefill, num_decode = ratio
-        layouts_of = split if num_prefill or colocated is None else colocated
-        prefill = None
-        if num_prefill:
-            assert split.prefill is not None
-            prefill = RolePlan(split.prefill.option, num_prefill)
-        what_if = planner.of_workers(prefill, RolePlan(layouts_of.decode.option, num_decode))
-    return PlanChoice(best, split, colocated, what_if)
+def _rate_within(is_kept: Callable[[float], bool], near: float) -> float:
+    """The highest rate that is kept, searched from `near` on; 0: none is."""
+    most = near
+    while is_kept(most) and most < _MOST_RATE:
+        most *= 2
+    return highest_rate(is_kept, most)

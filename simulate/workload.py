@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from cluster.errors import ConfigError
 
@@ -156,9 +156,17 @@ class DayShape:
     """From one highest ratio to the next."""
     burstiness: float = 1.0
 
+    @classmethod
+    def with_peak(cls, rate: float) -> Self:
+        """The usual day whose highest rate this is."""
+        return cls(rate / (1 + cls(1.0)._swing))
+
+    @property
+    def _swing(self) -> float:
+        return (self.peak_to_trough - 1) / (self.peak_to_trough + 1)
+
     def rate(self, at: float) -> float:
-        swing = (self.peak_to_trough - 1) / (self.peak_to_trough + 1)
-        return self.mean_rate * (1 + swing * math.cos(2 * math.pi * (at / self.day_s - self.peak_at)))
+        return self.mean_rate * (1 + self._swing * math.cos(2 * math.pi * (at / self.day_s - self.peak_at)))
 
     def drift(self, at: float) -> float:
         """The factor of a prompt's length at an instant, and of an output's by division; its mean logarithm is 0."""
@@ -266,6 +274,8 @@ def _csv(lines: Iterable[str]) -> Iterator[RequestShape]:
 def _csv_shape(line: int, row: Mapping[str, str | None], columns: tuple[str, str, str]) -> RequestShape:
     if None in row:
         raise _BadRow(f"{line}: has more fields than the header has columns")
+    if missing := [column for column in columns if row[column] is None]:
+        raise _BadRow(f"{line}: ends before {missing[0]}; a row has {', '.join(columns)}")
     values: list[Any] = []
     reads: tuple[Callable[[str], float], ...] = CSV_COLUMNS[columns], int, int
     for column, read in zip(columns, reads, strict=True):
@@ -284,7 +294,9 @@ def _mooncake(lines: Iterable[str]) -> Iterator[RequestShape]:
             raise _BadRow(f"{line}: is not JSON") from error
         if not isinstance(record, dict):
             raise _BadRow(f"{line}: is no object with {', '.join(_JSON_FIELDS)}")
-        shape = _shape(line, _JSON_FIELDS, [record.get(field) for field in _JSON_FIELDS], 1000)
+        if missing := [field for field in _JSON_FIELDS if field not in record]:
+            raise _BadRow(f"{line}: has no {missing[0]}; a request has {', '.join(_JSON_FIELDS)}")
+        shape = _shape(line, _JSON_FIELDS, [record[field] for field in _JSON_FIELDS], 1000)
         blocks = record.get("hash_ids", [])
         if not isinstance(blocks, list) or not all(type(block) is int for block in blocks):
             raise _BadRow(f"{line}: hash_ids must be a list of whole numbers (got {blocks!r:.60})")

@@ -4,32 +4,35 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from pathlib import Path
 
 import pytest
 from scripted_router import ROOT, baton
 
+from benchmarks.plan_table import COMMANDS, PAGE, ROW, row_of
 from cluster.config.load import parse_config
 from cluster.step_cost import StepCost
 from simulate.curves import LinearCurve
 from simulate.devices import find_device
 from simulate.estimates import (
     DecodeLoad,
+    DecodeWorkers,
     OfferedLoad,
+    PromptQueues,
     WaitingTimes,
-    colocated_estimate,
     erlang_c,
+    latency_estimate,
     prompt_seconds,
-    split_estimate,
 )
 from simulate.memory_plan import MemoryQuestion
 from simulate.model_files import find_shape
 from simulate.placement import LatencyGoal
+from simulate.plan_choice import choose
 from simulate.plan_config import config_text
-from simulate.planner import Planner, PlanQuestion, choose
+from simulate.plan_series import LoadWindow, divided, divisions, over_time, windows_of_day, windows_of_trace
+from simulate.planner import Planner, PlanQuestion
+from simulate.workload import DayShape, RequestShape
 
-PAGE = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
 COST = LinearCurve(StepCost(0.01, 1e-4, 0.0, 1e-4, 1e-7))
 GOAL = LatencyGoal(0.5, 0.05)
 LOAD = OfferedLoad(10.0, ((1000, 200),))
@@ -49,13 +52,14 @@ def test_the_mean_wait_before_one_server_is_pollaczek_and_khinchines() -> None:
     assert waiting.busy == pytest.approx(0.5)
     assert waits * mean_of_those_s == pytest.approx(mean_s)
     assert waiting.share_within(0.05) == 0.0
-    assert waiting.share_within(waiting.quantile_s(0.9)) == pytest.approx(0.9)
+    queues = PromptQueues(((0.3, waiting), (0.7, waiting)))
+    assert waiting.share_within(queues.quantile_s(0.9)) == pytest.approx(0.9)
 
 
 def test_an_overloaded_server_is_never_in_time() -> None:
     waiting = WaitingTimes((0.5,), rate=3.0, num_servers=1)
     assert waiting.share_within(100.0) == 0.0
-    assert math.isinf(waiting.quantile_s(0.5))
+    assert math.isinf(PromptQueues(((1.0, waiting),)).quantile_s(0.5))
 
 
 def test_as_many_sequences_run_as_littles_law_says() -> None:
@@ -81,16 +85,29 @@ def test_a_long_prompt_is_computed_in_chunks() -> None:
     assert alone == pytest.approx(3 * 0.01 + 0.5)
 
 
-def test_workers_apart_and_together_serve_the_same_load_in_different_ways() -> None:
+def workers(num: int) -> DecodeWorkers:
     services = (prompt_seconds(COST, 1000, 2048),)
-    decode = DecodeLoad(COST, LOAD.mean_kv, 256)
-    apart = split_estimate(LOAD, WaitingTimes(services, 10.0, 2), decode, 1, GOAL, transfer_s=0.02)
-    both = colocated_estimate(LOAD, services, decode, 3, GOAL, 2048)
+    return DecodeWorkers(num, DecodeLoad(COST, LOAD.mean_kv, 256), services, 2048)
+
+
+def test_workers_apart_and_together_serve_the_same_load_in_different_ways() -> None:
+    waiting = WaitingTimes(workers(1).services_s, 10.0, 2)
+    apart = latency_estimate(LOAD, waiting, workers(1), GOAL, handoff_s=0.02)
+    both = latency_estimate(LOAD, None, workers(3), GOAL)
     assert apart.tpot_p50_s < both.tpot_p50_s <= 0.75 * 0.05 * 1.01
     assert apart.kept_share > 0.9
     assert both.kept_share > 0.9
-    none = colocated_estimate(LOAD, services, decode, 1, GOAL, 2048)
+    none = latency_estimate(LOAD, None, workers(1), GOAL)
     assert none.kept_share == 0.0
+
+
+def test_decode_workers_take_prompts_that_are_too_many_for_one_prefill_worker() -> None:
+    (service_s,) = workers(1).services_s
+    assert 10.0 * service_s > 1.0
+    alone = latency_estimate(LOAD, WaitingTimes((service_s,), 10.0, 1), workers(2), GOAL)
+    shared = latency_estimate(LOAD, WaitingTimes((service_s,), 5.0, 1), workers(2), GOAL)
+    assert alone.kept_share == 0.0 and shared.kept_share > 0.9
+    assert shared.ttft_p50_s < shared.ttft_p90_s < GOAL.ttft_s
 
 
 def question(model: str, device: str = "h100", load: OfferedLoad = LOAD, goal: LatencyGoal = GOAL) -> PlanQuestion:
@@ -102,12 +119,13 @@ def question(model: str, device: str = "h100", load: OfferedLoad = LOAD, goal: L
 def test_a_plan_is_the_fewest_devices_that_are_enough() -> None:
     planner = Planner(question("llama-3.1-8b", load=OfferedLoad(60.0, ((2000, 200),))))
     plan = planner.split()
-    assert plan.prefill is not None
+    assert plan is not None and plan.prefill is not None
     assert plan.estimate.kept_share >= 0.8
     assert planner.most_rate(plan) == pytest.approx(60.0, rel=0.5)
     for role in (plan.prefill, plan.decode):
         assert role.num_workers > 1
     more = planner.at_rate(120.0).split()
+    assert more is not None
     assert 1.5 * plan.num_devices < more.num_devices < 2.5 * plan.num_devices
 
 
@@ -149,8 +167,29 @@ def test_what_cannot_be_planned_is_refused_by_its_option(options: str, says: str
 
 def test_a_limit_that_cannot_be_met_is_refused_with_one_that_can() -> None:
     done = baton("plan", "--model", "llama-3.1-8b", "--ttft-ms", "5")
-    nearest = done.stderr.rpartition("--ttft-ms ")[2].split()[0]
-    assert baton("plan", "--model", "llama-3.1-8b", "--ttft-ms", nearest).exit_code == 0
+    nearest = done.stderr.rpartition("; ")[2].partition(" would take")[0]
+    assert baton("plan", "--model", "llama-3.1-8b", *nearest.split()).exit_code == 0
+
+
+def test_both_limits_that_cannot_be_met_are_named_with_a_plan_for_both() -> None:
+    done = baton("plan", "--model", "llama-3.1-8b", "--ttft-ms", "5", "--tpot-ms", "2")
+    assert "--ttft-ms: 5 ms" in done.stderr and "--tpot-ms: 2 ms" in done.stderr
+    nearest = done.stderr.rpartition("; ")[2].partition(" would take")[0]
+    assert baton("plan", "--model", "llama-3.1-8b", *nearest.split()).exit_code == 0
+
+
+@pytest.mark.parametrize("options", ["--rate 1e6", "--rate 500 --devices 4"])
+def test_a_rate_that_is_too_high_is_refused_with_one_that_is_not(options: str) -> None:
+    done = baton("plan", "--model", "llama-3.1-8b", *options.split())
+    rate = done.stderr.rpartition("--rate ")[2] if "--devices" not in options else done.stderr.split("; --rate ")[1]
+    assert baton("plan", "--model", "llama-3.1-8b", *options.split()[2:], "--rate", rate.split()[0]).exit_code == 0
+
+
+def test_a_hand_off_that_outlasts_its_output_is_no_reason_to_refuse_a_plan_without_one() -> None:
+    load = OfferedLoad(0.1, ((100_000, 2),))
+    choice = choose(Planner(question("llama-3.1-8b", load=load, goal=LatencyGoal(30.0, 0.05))))
+    assert choice.split is None and choice.best is choice.colocated
+    assert choice.verdict.startswith("Do not disaggregate: no number of devices keeps these objectives apart; ")
 
 
 def test_a_bad_row_of_a_trace_is_named(tmp_path: Path) -> None:
@@ -179,7 +218,7 @@ def test_a_what_if_that_the_load_is_too_much_for_says_so() -> None:
 def test_text_names_both_plans_the_verdict_and_other_rates(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     done = baton("plan", "--model", "llama-3.1-70b", "--what-if", "3:1", "--write", str(file))
-    for text in ("disaggregated", "colocated", "what if", "3 workers of TP 4", "isaggregate:", "at other rates:"):
+    for text in ("disaggregated", "colocated", "what if", "3 workers of TP 4", "isaggregate:", "colocated under"):
         assert text in done.stdout
     assert "roles:" in file.read_text()
 
@@ -205,19 +244,13 @@ def test_each_group_of_a_worker_computes_a_prompt_of_its_own() -> None:
     assert DecodeLoad(COST, 1000, 256, 4).with_prompt(4, 0.1, 2048).step.num_prompt_tokens % 4 == 0
 
 
-ROWS = re.findall(r"^\| `(baton plan .*?)` \| (\d+):.*? \| (\d+|none).*? \| \*\*(\w+)\*\*", PAGE, re.M)
-
-
 def test_the_page_has_four_models_on_two_devices_under_three_loads() -> None:
-    assert len(ROWS) == 24
+    assert [found[1] for found in ROW.finditer(PAGE.read_text(encoding="utf-8"))] == list(COMMANDS)
 
 
-@pytest.mark.parametrize(("command", "apart", "both", "better"), ROWS[::7])
-def test_a_row_of_the_page_is_what_its_command_says(command: str, apart: str, both: str, better: str) -> None:
-    told = json.loads(baton(*command.split()[1:], "--json").stdout)
-    assert told["disaggregated"]["devices"] == int(apart)
-    assert (told["colocated"] or {"devices": "none"})["devices"] == (int(both) if both.isdigit() else both)
-    assert told["disaggregate"] == (better == "apart")
+@pytest.mark.parametrize("command", COMMANDS[::7])
+def test_a_row_of_the_page_is_what_its_command_says(command: str) -> None:
+    assert row_of(command) in PAGE.read_text(encoding="utf-8").splitlines()
 
 
 def test_a_plan_that_is_simulated_keeps_what_was_estimated() -> None:
@@ -228,4 +261,33 @@ def test_a_plan_that_is_simulated_keeps_what_was_estimated() -> None:
     assert told["simulated"]["disaggregated"]["tpot_p90_ms"] == pytest.approx(
         told["disaggregated"]["tpot_p90_ms"], rel=0.3
     )
-    assert "simulated, 20 requests" in baton("plan", *options).stdout
+    assert "20 requests" in baton("plan", *options).stdout
+
+
+def test_the_best_ratio_of_a_part_of_the_day_is_the_one_that_serves_most() -> None:
+    planner = Planner(question("llama-3.1-8b", load=OfferedLoad(60.0, ((2000, 200),))))
+    split = planner.split()
+    assert split is not None
+    load = OfferedLoad(50.0, ((500, 400),))
+    (found,) = over_time(planner, split, 8, [LoadWindow(0.0, 1.0, load)])
+    moved, plan = planner.under(load, split)
+    rates = {n: moved.most_rate(divided(moved, plan, 8, n)) for n in divisions(plan, 8)}
+    assert rates[found.best] == pytest.approx(max(rates.values()), rel=0.02)
+    assert found.most_rate == pytest.approx(rates[found.best], rel=0.02)
+    assert found.enough == [n for n, rate in rates.items() if rate >= 50.0]
+
+
+def test_parts_of_a_trace_have_the_requests_that_came_in_them() -> None:
+    shapes = [RequestShape(n / 10, 100 if n < 100 else 900, 10) for n in range(200)]
+    windows = windows_of_trace(shapes)
+    assert [len(one.load.lengths) for one in windows] == [50, 50, 50, 50]
+    assert [one.load.mean_prompt for one in windows] == [100, 100, 900, 900]
+    assert sum(one.load.rate for one in windows_of_trace(shapes, rate=3.0)) / 4 == pytest.approx(3.0)
+    assert windows_of_trace(shapes[:60]) == []
+
+
+def test_a_day_is_drawn_up_to_the_rate_that_is_asked_for() -> None:
+    windows = windows_of_day(OfferedLoad(9.0, ((1000, 100),)), DayShape.with_peak(9.0))
+    rates = [one.load.rate for one in windows]
+    assert max(rates) == pytest.approx(9.0, rel=0.01) and min(rates) == pytest.approx(3.0, rel=0.01)
+    assert {round(one.load.mean_prompt / one.load.mean_output, 1) for one in windows} >= {5.8, 17.3}
