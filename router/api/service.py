@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 
@@ -56,7 +56,13 @@ class GenerationService:
         store: Store,
         traces: Traces,
         settings: RouterSettings,
+        *,
+        fresh_id: Callable[[], str] = lambda: f"gen-{secrets.token_hex(12)}",
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
+        """`fresh_id` names a new generation."""
+        self._fresh_id = fresh_id
+        self._wall_clock = wall_clock
         self._model = model
         self._tokenizer = tokenizer
         engine, of_router = settings.engine, settings.router
@@ -176,7 +182,7 @@ class GenerationService:
         """Begins the generation, and traces it where the call is sampled."""
         spec = request.spec
         operation = "chat" if spec.HasField("chat") else "text_completion"
-        origin = Origin(operation, is_streaming, self._dispatcher.clock(), time.time())
+        origin = Origin(operation, is_streaming, self._dispatcher.clock(), self._wall_clock())
         trace = self._traces.begin(call.metadata, origin)
         try:
             return await self._begin(request, call, origin, trace)
@@ -224,7 +230,7 @@ class GenerationService:
             self._executor,
         )
         live = LiveRequest(
-            f"gen-{secrets.token_hex(12)}",
+            self._fresh_id(),
             valid,
             self._new_detokenizers(valid),
             model=self._model.name,
@@ -258,7 +264,7 @@ class GenerationService:
         valid = self._validate(origin.spec, True, principal.tenant, lambda kind, text: origin.sampling.grammar)
         if any(token_id >= self._model.vocab_size for tokens in record.tokens for token_id in tokens.token_ids):
             raise FailedPrecondition("the record of this generation is not one of the served model; ask anew")
-        age_s = max(0.0, time.time() - origin.arrival_time_s)
+        age_s = max(0.0, self._wall_clock() - origin.arrival_time_s)
         valid = replace(valid, sampling=origin.sampling)
         return LiveRequest(
             key.request_id,
