@@ -16,6 +16,7 @@ from router.routing.dispatcher import Dispatcher
 from router.stream.client_stream import StreamReader
 from router.stream.request import LiveRequest
 from simulate.model import END_TOKEN, VOCAB, seed_of, undisturbed
+from simulate.watched_router import DigitText, Told
 from simulate.workload import RequestShape
 
 
@@ -35,6 +36,14 @@ class SimRequest:
     """The client cancels so long after it has asked; None: it waits for the end."""
     pause_s: float = 0.0
     """The client reads no more often than that."""
+    n: int = 1
+    """Sequences."""
+    stop: str = ""
+    """Ends an output where its text has it; empty: nothing does, and no text is wanted."""
+    may_resume: bool = False
+    """Its client goes on at another router when its own is lost."""
+    returns_after_s: float | None = None
+    """A client that has left, and may resume, comes back so long after that; None: it does not."""
 
     @property
     def at_s(self) -> float:
@@ -44,6 +53,11 @@ class SimRequest:
     def num_output_tokens(self) -> int:
         """At least 1: some rows of traces have none."""
         return max(1, self.shape.num_output_tokens)
+
+    @property
+    def may_end_early(self) -> bool:
+        """Whether its end token ends its output, and not the most that its client says."""
+        return self.max_output_tokens not in (None, self.num_output_tokens)
 
 
 @dataclass
@@ -57,15 +71,28 @@ class RequestOutcome:
     """How it ended."""
     reason: str = ""
     """Why it did not finish."""
-    token_ids: list[int] = field(default_factory=list)
+    told: list[Told] = field(default_factory=list)
+    """For each sequence."""
+    is_complete: bool = False
+    """The client was told that all is well."""
     first_token_s: float | None = None
     last_token_s: float | None = None
     ended_s: float = 0.0
+    placed_s: float | None = None
+    """When it was first given to workers; None: it never was."""
     num_cached_tokens: int = 0
     num_attempts: int = 0
     prefill_id: str = ""
     """The worker that its last attempt was to prefill on; empty: the decode worker, or it was not placed."""
     decode_id: str = ""
+
+    def __post_init__(self) -> None:
+        self.told = [Told() for _ in range(self.request.n)]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Of the first sequence."""
+        return self.told[0].token_ids
 
     @property
     def is_finished(self) -> bool:
@@ -86,18 +113,44 @@ class RequestOutcome:
     def e2e_s(self) -> float:
         return self.ended_s - self.request.at_s
 
+    def note(self, event: generation_pb2.GenerateStreamResponse, now: float) -> None:
+        """The client was told something. Raises AssertionError where that breaks the contract of the stream."""
+        assert not self.is_complete, f"request {self.number} was told something after its end"
+        kind = event.WhichOneof("event")
+        if kind == "delta":
+            self.told[event.delta.index].add(event.delta)
+            self.last_token_s = now
+            if self.first_token_s is None:
+                self.first_token_s = now
+        elif kind == "sequence_end":
+            self.told[event.sequence_end.index].end(event.sequence_end)
+        elif kind == "completed":
+            assert all(told.has_ended for told in self.told), f"request {self.number} ended before its sequences"
+            self.is_complete = True
+
     def check(self, seed: int) -> None:
         """Raises AssertionError unless its tokens are those of the undisturbed run, and all of them if it finished.
         `seed`: of the prompts."""
-        shape, got = self.request.shape, self.token_ids
-        prompt = shape.prompt(VOCAB, seed, self.number)
-        num_output = self.request.num_output_tokens
-        expected = undisturbed(prompt, seed_of(self.number, num_output), len(got))
-        if got and got[-1] == END_TOKEN:
-            expected[-1] = END_TOKEN
-        assert got == expected, f"request {self.number} got other tokens than those of its prompt"
-        is_whole = len(got) == num_output
-        assert is_whole or not self.is_finished, f"request {self.number} ended after {len(got)} tokens"
+        request, number = self.request, self.number
+        prompt, num_output = request.shape.prompt(VOCAB, seed, number), request.num_output_tokens
+        assert self.is_complete == self.is_finished, f"request {number} was told another end than it had"
+        for index, told in enumerate(self.told):
+            expected = undisturbed(prompt, seed_of(number, num_output), num_output, index)
+            if request.may_end_early:
+                expected[-1] = END_TOKEN
+            try:
+                told.check(expected, request.stop, self.is_finished)
+            except AssertionError as error:
+                raise AssertionError(f"request {number}: {error}") from None
+
+    def check_times(self, queue_timeout_s: float) -> None:
+        """Raises AssertionError where it was given to workers after its deadline, or waited longer than any may."""
+        if self.placed_s is not None:
+            waited_s, left_s = self.placed_s - self.request.at_s, self.request.time_left_s
+            most_s = queue_timeout_s if left_s is None else min(queue_timeout_s, left_s)
+            assert waited_s <= most_s + 1e-6, (
+                f"request {self.number} waited {waited_s:.3f} s, and {most_s:.3f} are most"
+            )
 
 
 class _NoText:
@@ -120,7 +173,7 @@ async def run_client(
     live = LiveRequest(
         f"sim-{number}",
         _validated(number, request, seed),
-        [_NoText()],
+        [DigitText() if request.stop else _NoText() for _ in range(request.n)],
         model="",
         now=now,
         arrival_time_s=now,
@@ -138,29 +191,19 @@ async def run_client(
             await asyncio.sleep(request.pause_s)
         is_over = live.is_over
         for event in reader.take():
-            if event.HasField("delta"):
-                _note(outcome, event.delta, clock() - begun_at)
+            outcome.note(event, clock() - begun_at)
         if is_over:
             break
-    _note_end(outcome, live, clock() - begun_at)
+    _note_end(outcome, live, begun_at, clock() - begun_at)
     return outcome
 
 
-def _note(outcome: RequestOutcome, delta: generation_pb2.SequenceDelta, now: float) -> None:
-    assert delta.first_token_index == len(outcome.token_ids), (
-        f"request {outcome.number} got token {delta.first_token_index} after {len(outcome.token_ids)} tokens"
-    )
-    outcome.token_ids += delta.token_ids
-    outcome.last_token_s = now
-    if outcome.first_token_s is None:
-        outcome.first_token_s = now
-
-
-def _note_end(outcome: RequestOutcome, live: LiveRequest, now: float) -> None:
+def _note_end(outcome: RequestOutcome, live: LiveRequest, begun_at: float, now: float) -> None:
     outcome.ended_s, outcome.state = now, live.lifecycle.state
     outcome.reason = "" if live.error is None else live.error.reason
     outcome.num_cached_tokens, outcome.num_attempts = live.num_cached_tokens, len(live.attempts)
     if live.placement is not None:
+        outcome.placed_s = live.attempts[0].placed_at - begun_at
         outcome.prefill_id, outcome.decode_id = live.placement.prefill_id or "", live.placement.decode_id
 
 
@@ -169,18 +212,18 @@ def _validated(number: int, request: SimRequest, seed: int) -> ValidatedRequest:
     most = request.max_output_tokens or num_output
     sampling = worker_pb2.Sampling(
         params=generation_pb2.SamplingParams(
-            temperature=1, top_p=1, repetition_penalty=1, n=1, seed=seed_of(number, num_output)
+            temperature=1, top_p=1, repetition_penalty=1, n=request.n, seed=seed_of(number, num_output)
         ),
         stopping=generation_pb2.StoppingCriteria(
-            max_output_tokens=most, stop_token_ids=() if most == num_output else (END_TOKEN,)
+            max_output_tokens=most, stop_token_ids=(END_TOKEN,) if request.may_end_early else ()
         ),
     )
     return ValidatedRequest(
         prompt_token_ids=tuple(request.shape.prompt(VOCAB, seed, number)),
         sampling=sampling,
-        stop=(),
-        include_stop_in_output=True,
-        wants_text=False,
+        stop=(request.stop,) if request.stop else (),
+        include_stop_in_output=not request.stop,
+        wants_text=bool(request.stop),
         wants_token_ids=True,
         wants_logprobs=False,
         wants_timing=False,

@@ -1,4 +1,4 @@
-"""Faults of a simulated cluster: what befalls workers, links and transfers, and when.
+"""Faults of a simulated cluster: what befalls workers, machines, routers, their store, links and transfers, and when.
 
 Everything heals: whoever died comes back with nothing in memory, and what stood still goes on. Faults that have a rate
 strike operations by chance, until `FaultPlan.until_s`; events strike once, in their time.
@@ -12,10 +12,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from simulate.network import Network
+from simulate.router import SimulatedRouter, SimulatedStore
 from simulate.virtual_loop import VirtualLoop
 from simulate.worker import SimulatedWorker, WorkerSpec
 
-WORKER_FAULTS = ("worker died", "worker stopped", "engine hung", "worker slow")
+WORKER_FAULTS = ("worker died", "worker stopped", "engine hung", "worker slow", "machine died")
+ROUTER_FAULTS = ("router died", "store away", "store mute")
+"""A mute store does what it is asked for, and its answers are lost."""
 NETWORK_FAULTS = ("link cut", "link silent", "messages late")
 RATED_FAULTS = ("gather failed", "transfer failed", "damaged")
 MOST_LATE = 200.0
@@ -32,8 +35,13 @@ class Stage(Protocol):
     @property
     def workers(self) -> Mapping[str, SimulatedWorker]: ...
     @property
+    def routers(self) -> Mapping[str, SimulatedRouter]: ...
+    @property
+    def store(self) -> SimulatedStore: ...
+    @property
     def random(self) -> random.Random: ...
     def start(self, spec: WorkerSpec) -> SimulatedWorker: ...
+    def start_router(self, name: str) -> SimulatedRouter: ...
     def count(self, fault: str) -> None: ...
 
 
@@ -53,16 +61,24 @@ class FaultEvent:
     def strike(self, stage: Stage) -> None:
         """Makes it happen; a fault that finds nothing to befall is passed over."""
         if self.kind in NETWORK_FAULTS:
-            self._strike_network(stage)
-            return
-        worker = stage.workers[self.worker_id]
+            has_struck = self._strike_network(stage)
+        elif self.kind in ROUTER_FAULTS:
+            has_struck = self._strike_router(stage)
+        else:
+            has_struck = self._strike_worker(stage, stage.workers[self.worker_id])
+        if has_struck:
+            stage.count(self.kind)
+
+    def _strike_worker(self, stage: Stage, worker: SimulatedWorker) -> bool:
         if worker.is_dead:
-            return
-        stage.count(self.kind)
+            return False
         match self.kind:
             case "worker died":
-                worker.die()
-                stage.loop.call_later(self.for_s, stage.start, worker.spec)
+                self._kill(stage, worker)
+            case "machine died":
+                beside = [other for other in stage.workers.values() if other is not worker and not other.is_dead]
+                for each in [worker, *stage.random.sample(beside, (len(beside) + 1) // 2)]:
+                    self._kill(stage, each)
             case "worker stopped":
                 worker.stop(self.for_s)
             case "engine hung":
@@ -70,8 +86,25 @@ class FaultEvent:
             case "worker slow":
                 worker.ranks.slowdown = self.factor
                 stage.loop.call_later(self.for_s, setattr, worker.ranks, "slowdown", 1.0)
+        return True
 
-    def _strike_network(self, stage: Stage) -> None:
+    def _kill(self, stage: Stage, worker: SimulatedWorker) -> None:
+        worker.die()
+        stage.loop.call_later(self.for_s, stage.start, worker.spec)
+
+    def _strike_router(self, stage: Stage) -> bool:
+        running = [router for router in stage.routers.values() if not router.is_dead]
+        if not running:
+            return False
+        if self.kind == "router died":
+            router = stage.random.choice(running)
+            router.die()
+            stage.loop.call_later(self.for_s, stage.start_router, router.name)
+        else:
+            stage.store.go_away(self.for_s, loses_answers=self.kind == "store mute")
+        return True
+
+    def _strike_network(self, stage: Stage) -> bool:
         network, calls = stage.network, stage.network.calls
         if self.kind == "messages late":
             network.lateness = lambda: stage.random.uniform(1.0, MOST_LATE)
@@ -83,8 +116,8 @@ class FaultEvent:
             else:
                 network.silence(*call.way, self.for_s)
         else:
-            return
-        stage.count(self.kind)
+            return False
+        return True
 
 
 @dataclass(frozen=True)
@@ -98,9 +131,12 @@ class FaultPlan:
     """No fault lasts longer, and no operation meets one after that."""
 
     @classmethod
-    def random(cls, rng: random.Random, worker_ids: Sequence[str], until_s: float) -> FaultPlan:
-        """Some faults of some kinds, none of which lasts beyond `until_s` seconds."""
-        kinds = rng.sample(WORKER_FAULTS + NETWORK_FAULTS, rng.randint(1, 4))
+    def random(
+        cls, rng: random.Random, worker_ids: Sequence[str], until_s: float, *, has_routers: bool = False
+    ) -> FaultPlan:
+        """Some faults of some kinds, none of which lasts beyond `until_s` seconds. `has_routers`: that may die."""
+        possible = WORKER_FAULTS + NETWORK_FAULTS + (ROUTER_FAULTS if has_routers else ())
+        kinds = rng.sample(possible, rng.randint(1, 4))
         events = []
         for _ in range(rng.randint(1, 8)):
             at_s = rng.uniform(0.0, until_s)

@@ -8,7 +8,7 @@ undisturbed run. No tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,8 @@ END_TOKEN = VOCAB
 """Ends an output before its client's limit."""
 
 StateArray = npt.NDArray[np.uint64]
+Done = Callable[..., None]
+"""Called when a transfer has ended, with how."""
 _MASK = (1 << 64) - 1
 _FIRST, _SECOND, _THIRD = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64
 
@@ -90,17 +92,8 @@ class KvPages:
         """Computes a step's tokens; returns the KV of each sequence's last one, [S]."""
         for source, target in step.block_copies.tolist():
             self._copy_block(source, target)
-        before = self._before(step)
-        states = token_states(step.token_ids, step.positions)
-        if len(states) > len(before):
-            sums = np.cumsum(states, dtype=np.uint64)
-            starts = step.cu_seqlens_q[:-1]
-            shift = before - sums[starts] + states[starts]
-            states = sums + np.repeat(shift, np.diff(step.cu_seqlens_q))
-        else:
-            states += before
-        self._states[step.slot_mapping] = states
-        self._layers[step.slot_mapping] = self.num_layers
+        states = self._states_of(step, self._before(step))
+        self._store(step.slot_mapping, states, self.num_layers)
         last: StateArray = states[step.cu_seqlens_q[1:] - 1]
         return last
 
@@ -111,23 +104,44 @@ class KvPages:
             raise PageAlarm("pages of a step were written over before it had ended")
 
     def read(self, block_table: Sequence[int], start: int, end: int) -> StateArray:
-        """The KV of the tokens [start, end) of a sequence; a copy."""
-        slots = self._slots(block_table, start, end)
+        """The KV of the token before `start` (0: there is none) and of tokens [start, end) of a sequence; a copy."""
+        slots = self._slots(block_table, max(0, start - 1), end)
         if (self._layers[slots] != self.num_layers).any():
             raise PageAlarm("KV is handed over that was never written, or of which some layers have not landed")
         states: StateArray = self._states[slots]
-        return states
+        return states if start else np.concatenate([np.zeros(1, dtype=np.uint64), states])
 
     def land(self, block_table: Sequence[int], start: int, states: StateArray, layers: tuple[int, int]) -> None:
-        """Writes what came from another worker: layers [first, end) of tokens from `start` on."""
-        slots = self._slots(block_table, start, start + len(states))
+        """Writes what another worker has `read`: layers [first, end) of tokens from `start` on."""
+        slots = self._slots(block_table, start, start + len(states) - 1)
         first, end = layers
         if first:
-            is_same = (self._layers[slots] == first) & (self._states[slots] == states)
+            is_same = (self._layers[slots] == first) & (self._states[slots] == states[1:])
             if not is_same.all():
                 raise PageAlarm(f"layers from {first} on land on KV of other tokens, or before those below them")
+        self._store(slots, states[1:], end)
+
+    def guarded(self, block_table: Sequence[int], start: int, end: int, done: Done) -> Done:
+        """Returns what is called in place of `done` when a transfer that began now has done with these tokens."""
+        return done
+
+    def _store(self, slots: IntArray, states: StateArray, end: int) -> None:
+        """Writes layers up to `end` of some tokens."""
         self._states[slots] = states
         self._layers[slots] = end
+
+    @staticmethod
+    def _states_of(step: StepInput, before: StateArray) -> StateArray:
+        """The KV of the tokens of a step, [T]."""
+        states = token_states(step.token_ids, step.positions)
+        if len(states) > len(before):
+            sums = np.cumsum(states, dtype=np.uint64)
+            starts = step.cu_seqlens_q[:-1]
+            shift = before - sums[starts] + states[starts]
+            states = sums + np.repeat(shift, np.diff(step.cu_seqlens_q))
+        else:
+            states += before
+        return states
 
     def _before(self, step: StepInput) -> StateArray:
         """The KV of the token before each sequence's first new one, [S]."""

@@ -197,19 +197,23 @@ class SimulatedRanks:
             case "close_pair":
                 self._close(command.close_pair.pair_epoch, done)
             case "gather":
-                self._gather(command.gather, done)
+                self._gather(command.gather, self._guarded(command.gather, done))
             case "send":
                 self._put(command.send.pair_epoch, _Posted(done, command.send.slot))
             case "receive":
                 what = command.receive
                 chunk = Chunk.from_proto(what.chunk, what.pair_epoch)
-                self._put(what.pair_epoch, _Posted(done, chunk.slot, (chunk, list(what.block_table))))
+                posted = _Posted(self._guarded(what, done), chunk.slot, (chunk, list(what.block_table)))
+                self._put(what.pair_epoch, posted)
 
     def die(self) -> None:
         """The process is gone: nothing is answered any more, and its peers' commands fail."""
         self._is_dead = True
         for epoch in list(self._ends):
             self._close_end(epoch)
+
+    def _guarded(self, what: rank_pb2.ChunkPages, done: Done) -> Done:
+        return self.pages.guarded(what.block_table, what.chunk.token_start, what.chunk.token_end, done)
 
     def _open(self, what: rank_pb2.OpenPair, done: Done) -> None:
         pair = self._world.pairs.setdefault(what.pair_epoch, SimulatedPair())

@@ -38,7 +38,8 @@ class Scenario:
     def of(cls, seed: int) -> Scenario:
         rng = random.Random(f"scenario {seed}")
         spec = _random_spec(rng)
-        faults = FaultPlan.random(rng, [worker.worker_id for worker in spec.workers], FAULTS_UNTIL_S)
+        names = [worker.worker_id for worker in spec.workers]
+        faults = FaultPlan.random(rng, names, FAULTS_UNTIL_S, has_routers=spec.num_routers > 0)
         return cls(seed, spec, _random_load(rng, seed), faults)
 
     def run(self, *, keeps_trace: bool = False) -> RunResult:
@@ -76,8 +77,10 @@ def _random_spec(rng: random.Random) -> ClusterSpec:
         timeout_s=rng.choice((1.0, 5.0)),
     )
     policy = rng.choice(POLICIES)
-    router = RouterSection(http_port=None, policy=policy, queue_timeout_s=rng.choice((5.0, 60.0)))
-    return ClusterSpec(tuple(workers), router, transfer)
+    router = RouterSection(
+        http_port=None, policy=policy, queue_timeout_s=rng.choice((5.0, 60.0)), resume_window_s=rng.choice((1.0, 5.0))
+    )
+    return ClusterSpec(tuple(workers), router, transfer, num_routers=rng.choice((0, 1, 2, 3)), is_watched=True)
 
 
 def _random_load(rng: random.Random, seed: int) -> tuple[SimRequest, ...]:
@@ -92,6 +95,11 @@ def _random_load(rng: random.Random, seed: int) -> tuple[SimRequest, ...]:
                 tenant=rng.choice(("", "a", "b")),
                 leaves_after_s=rng.uniform(0.0, 2.0) if rng.random() < 0.1 else None,
                 pause_s=rng.choice((0.0, 0.0, 0.0, 0.3)),
+                time_left_s=rng.uniform(0.1, 10.0) if rng.random() < 0.1 else None,
+                n=rng.choice((1, 1, 1, 1, 2, 3)),
+                stop=f"{rng.randrange(100):02d}" if rng.random() < 0.2 else "",
+                may_resume=rng.random() < 0.7,
+                returns_after_s=rng.uniform(0.0, 3.0) if rng.random() < 0.5 else None,
             )
         )
     return tuple(requests)

@@ -25,6 +25,7 @@ from simulate.model import END_TOKEN, KvPages
 from simulate.network import Host, Network
 from simulate.ranks import Clockwork, SimulatedRanks
 from simulate.virtual_loop import VirtualLoop
+from simulate.watched_pages import WatchedPages
 from simulate.wire import Nic, WireSpec
 from worker.core import Core, Inbox
 from worker.handoff_connection import HandoffConnection, HandoffContext
@@ -37,6 +38,8 @@ REVISION = "simulated"
 """Names the weights of every simulated worker."""
 TRANSPORT = "gloo"
 """Any two workers can use it."""
+PROBE_S = 0.0371
+"""Virtual seconds between two looks at whether a watched engine sleeps over its work."""
 
 SOME_CURVE = LinearCurve(StepCost(4e-3, 5e-5, 1e-9, 1e-5, 1e-8))
 """Of the order of an 8B model on a GPU of 2024, for runs in which it does not matter."""
@@ -75,6 +78,8 @@ class SimulatedCluster(Clockwork, Protocol):
 
     @property
     def network(self) -> Network: ...
+    @property
+    def is_watched(self) -> bool: ...
     def fresh_name(self) -> str: ...
 
 
@@ -123,11 +128,12 @@ class SimulatedWorker:
         self.host = Host(cluster.network, f"{spec.worker_id}:1")
         inbox = SimulatedInbox(self._wake)
         num_blocks = spec.kv_tokens // spec.block_size
+        pages, blocks = self._make_pool(num_blocks)
         self.nic = Nic(spec.wire)
         self.ranks = SimulatedRanks(
             cluster,
             spec.worker_id,
-            KvPages(num_blocks, spec.block_size, spec.num_layers),
+            pages,
             spec.curve,
             self.nic,
             spec.kv_bytes_per_token,
@@ -148,7 +154,7 @@ class SimulatedWorker:
         self.core = Core(
             inbox,
             self.ranks,
-            BlockManager(num_blocks, spec.block_size),
+            blocks,
             context,
             lambda connection, address, life: self._dial(streams, connection, address, life),
             _settings_of(spec, transfer, slo),
@@ -162,6 +168,9 @@ class SimulatedWorker:
         self._service = WorkerService(speaking, self.core, streams, self._info(num_blocks), timing)
         self.host.serve(self._service)
         self._heartbeat: asyncio.Task[None] = loop.create_task(self._service.heartbeat())
+
+        if cluster.is_watched:
+            loop.call_later(PROBE_S, self._probe)
 
     @property
     def address(self) -> str:
@@ -217,8 +226,26 @@ class SimulatedWorker:
         if self.core.turn(wait=False):
             self._wake()
 
+    def _probe(self) -> None:
+        """Raises AssertionError when the engine sleeps although a step could be launched: nobody would wake it."""
+        if self.is_dead:
+            return
+        loop, num_steps = self._cluster.loop, self.ranks.num_steps
+        loop.call_later(PROBE_S, self._probe)
+        if self._is_due or loop.time() < self._hangs_until:
+            return
+        has_ended = self.core.turn(wait=False)
+        assert not has_ended and self.ranks.num_steps == num_steps, f"{self.spec.worker_id} slept, and had work to do"
+
     def _dial(self, streams: HandoffStreams, connection: HandoffConnection, address: str, incarnation: str) -> None:
         self._cluster.loop.call_soon(streams.dial, connection, address, incarnation)
+
+    def _make_pool(self, num_blocks: int) -> tuple[KvPages, BlockManager]:
+        spec = self.spec
+        if self._cluster.is_watched:
+            watched = WatchedPages(num_blocks, spec.block_size, spec.num_layers)
+            return watched, watched.blocks
+        return KvPages(num_blocks, spec.block_size, spec.num_layers), BlockManager(num_blocks, spec.block_size)
 
     # What others learn of it
 

@@ -23,12 +23,16 @@ from cluster.settings import RouterSettings
 from cluster.text import ROLE_NUMBERS
 from router.routing.dispatcher import Dispatcher
 from router.routing.fleet import WorkerAddress
+from router.routing.load_tracker import NOTHING, RequestLoad
+from simulate.api_client import ApiClient
 from simulate.client import RequestOutcome, SimRequest, run_client
 from simulate.controller import ControllerSpec, SimulatedController, SplitSince, config_of, serve_control
 from simulate.faults import FaultPlan
 from simulate.network import Host, Network
 from simulate.ranks import SimulatedPair
+from simulate.router import SimulatedRouter, SimulatedStore
 from simulate.virtual_loop import VirtualLoop
+from simulate.watched_router import WatchedDispatcher
 from simulate.wire import Wires
 from simulate.worker import SimulatedWorker, WorkerSpec
 from simulate.workload import RequestShape
@@ -39,6 +43,7 @@ START_S = 1.0
 """The workers have connected by then, and the run begins."""
 SETTLE_S = 2.0
 """After the last request has ended: cancels arrive, transfers drain, pairs close."""
+_ANY_SIZE = RequestLoad(10**9, 10**6, 10**10)
 HEAL_S = 20.0
 """After the last fault: silence is noticed, workers are connected again, deadlines of transfers pass."""
 
@@ -57,6 +62,10 @@ class ClusterSpec:
     """The same between a client and the router."""
     controller: ControllerSpec | None = None
     """None: there is none, and the router was told of its workers at its start."""
+    num_routers: int = 0
+    """Routers with their API, and the store that they share; 0: clients read of one dispatcher, in its process."""
+    is_watched: bool = False
+    """Each read of KV and each token that a worker tells is checked, and that no engine sleeps over its work."""
 
     @classmethod
     def of_ratio(cls, prefill: int, decode: int, worker: WorkerSpec | None = None, **values: object) -> ClusterSpec:
@@ -108,7 +117,13 @@ class _ErrorLog(logging.Handler):
         self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(self.format(record))
+        error = record.exc_info[1] if record.exc_info else None
+        why = "" if error is None else f": {type(error).__name__}: {error}"
+        self.messages.append(record.getMessage() + why)
+
+    def raise_if_any(self, cause: BaseException | None = None) -> None:
+        if self.messages:
+            raise AssertionError(f"errors were logged, first: {self.messages[0]}") from cause
 
 
 class Cluster:
@@ -129,6 +144,9 @@ class Cluster:
         self.wires = Wires(self.loop)
         self.pairs: dict[str, SimulatedPair] = {}
         self.workers: dict[str, SimulatedWorker] = {}
+        self.store = SimulatedStore(self.loop)
+        self.routers: dict[str, SimulatedRouter] = {}
+        self._dispatcher: Dispatcher
         self._names = itertools.count(1)
         self._trace: list[str] | None = [] if keeps_trace else None
         self._num_lives = itertools.count(1)
@@ -147,9 +165,12 @@ class Cluster:
         logging.getLogger().addHandler(errors)
         try:
             outcomes, duration_s = self.loop.run(self._main(load), START_S + limit_s)
+        except Exception as error:
+            errors.raise_if_any(error)
+            raise
         finally:
             logging.getLogger().removeHandler(errors)
-        assert not errors.messages, f"errors were logged: {errors.messages[:3]}"
+        errors.raise_if_any()
         return RunResult(
             tuple(outcomes),
             tuple(self._use_of(worker) for worker in self.workers.values()),
@@ -162,6 +183,10 @@ class Cluster:
         )
 
     # What its parts share
+
+    @property
+    def is_watched(self) -> bool:
+        return self.spec.is_watched
 
     def note(self, what: str) -> None:
         """Adds a line to the trace, if there is one."""
@@ -187,16 +212,17 @@ class Cluster:
     # The run
 
     async def _main(self, requests: list[SimRequest]) -> tuple[list[RequestOutcome], float]:
-        dispatcher, controlling = self._begin()
+        controlling = self._begin()
         await asyncio.sleep(START_S - self.loop.time())
         for fault in self._faults.events:
             self.loop.call_later(fault.at_s, fault.strike, self)
-        outcomes = await self._bring(dispatcher, requests)
+        outcomes = await self._bring(requests)
         duration_s = self.loop.time() - START_S
-        await asyncio.sleep(max(0.0, self._faults.until_s - duration_s) + (HEAL_S if self._faults.events else SETTLE_S))
+        until_s = self._faults.until_s
+        await asyncio.sleep(max(0.0, until_s - duration_s) + (HEAL_S if until_s else SETTLE_S))
         if controlling is not None and controlling.done():
             controlling.result()  # it never ends but by an error
-        self._check(dispatcher, outcomes)
+        self._check(outcomes)
         return outcomes, duration_s
 
     def start(self, spec: WorkerSpec) -> SimulatedWorker:
@@ -205,50 +231,84 @@ class Cluster:
         worker = self.workers[spec.worker_id] = SimulatedWorker(self, spec, self.spec.transfer, self.spec.slo, life)
         return worker
 
-    def _begin(self) -> tuple[Dispatcher, asyncio.Task[None] | None]:
-        """Starts everything: the controller does, if there is one, and it is what runs then."""
+    def _begin(self) -> asyncio.Task[None] | None:
+        """Starts everything, and returns the controller, if there is one: it starts the workers then."""
+        if self.spec.controller is not None:
+            return self._begin_controlled(self.spec.controller)
+        for worker in self.spec.workers:
+            self.start(worker)
+        for number in range(self.spec.num_routers):
+            self.start_router(f"router-{number}")
+        if not self.routers:
+            self._dispatcher = self._new_dispatcher(Host(self.network, "router:1"))
+            self._dispatcher.set_workers(self._addresses())
+        return None
+
+    def _begin_controlled(self, controller: ControllerSpec) -> asyncio.Task[None]:
+        spec, host = self.spec, Host(self.network, "router:1")
+        self._dispatcher = self._new_dispatcher(host)
+        serve_control(host, self._dispatcher, self._settings())
+        config = config_of(controller, spec.workers, spec.router, spec.transfer, spec.slo)
+        self.controller = SimulatedController(self, controller, config, spec.workers, host.address, begins_at=START_S)
+        return asyncio.create_task(self.controller.run())
+
+    def start_router(self, name: str) -> SimulatedRouter:
+        """Begins a life of a router."""
+        router = self.routers[name] = SimulatedRouter(
+            self,
+            name,
+            self._settings(),
+            self._addresses(),
+            min(worker.max_model_len for worker in self.spec.workers),
+            self._dispatcher_class,
+        )
+        return router
+
+    def any_router(self) -> SimulatedRouter | None:
+        running = [router for router in self.routers.values() if not router.is_dead]
+        return self.random.choice(running) if running else None
+
+    @property
+    def _dispatcher_class(self) -> type[Dispatcher]:
+        return WatchedDispatcher if self.is_watched else Dispatcher
+
+    def _settings(self) -> RouterSettings:
         spec = self.spec
         settings = RouterSettings.from_values(model_path="")
         needs_prefill = any(worker.role == "prefill" for worker in spec.workers)
-        settings = replace(
-            settings, router=spec.router, transfer=spec.transfer, slo=spec.slo, needs_prefill=needs_prefill
-        )
-        if spec.controller is None:
-            for worker in spec.workers:
-                self.start(worker)
-        host = Host(self.network, "router:1")
-        dispatcher = Dispatcher(
-            settings, lambda: None, self.loop.time, open_channel=host.channel, rng=random.Random(self.random.random())
-        )
-        if spec.controller is None:
-            dispatcher.set_workers(
-                WorkerAddress(name, worker.address, ROLE_NUMBERS[worker.spec.role])
-                for name, worker in self.workers.items()
-            )
-            return dispatcher, None
-        serve_control(host, dispatcher, settings)
-        config = config_of(spec.controller, spec.workers, spec.router, spec.transfer, spec.slo)
-        self.controller = SimulatedController(
-            self, spec.controller, config, spec.workers, host.address, begins_at=START_S
-        )
-        return dispatcher, asyncio.create_task(self.controller.run())
+        return replace(settings, router=spec.router, transfer=spec.transfer, slo=spec.slo, needs_prefill=needs_prefill)
 
-    async def _bring(self, dispatcher: Dispatcher, requests: list[SimRequest]) -> list[RequestOutcome]:
+    def _addresses(self) -> list[WorkerAddress]:
+        return [
+            WorkerAddress(name, worker.address, ROLE_NUMBERS[worker.spec.role]) for name, worker in self.workers.items()
+        ]
+
+    def _new_dispatcher(self, host: Host) -> Dispatcher:
+        rng = random.Random(self.random.random())
+        return self._dispatcher_class(
+            self._settings(), lambda: None, self.loop.time, open_channel=host.channel, rng=rng
+        )
+
+    async def _bring(self, requests: list[SimRequest]) -> list[RequestOutcome]:
         """Each request in its time; returns when all have ended."""
         clients: list[asyncio.Task[RequestOutcome]] = []
         for number, request in enumerate(requests):
             left_s = START_S + request.at_s - self.loop.time()
             if left_s > 0:
                 await asyncio.sleep(left_s)
-            clients.append(asyncio.create_task(self._client(dispatcher, number, request)))
+            clients.append(asyncio.create_task(self._client(number, request)))
         return list(await asyncio.gather(*clients))
 
-    async def _client(self, dispatcher: Dispatcher, number: int, request: SimRequest) -> RequestOutcome:
+    async def _client(self, number: int, request: SimRequest) -> RequestOutcome:
         way_s = self.spec.client_s
         if way_s:
             await asyncio.sleep(way_s)
         # It notes when the client sees each token, which is as long after.
-        outcome = await run_client(dispatcher, number, request, self.seed, START_S - way_s)
+        begun_at = START_S - way_s
+        if self.routers:
+            outcome = await ApiClient(self, number, request, self.seed, begun_at).run()
+        else:
+            outcome = await run_client(self._dispatcher, number, request, self.seed, begun_at)
         self.note(
             f"request {number} {outcome.state.value} {outcome.reason} tokens {len(outcome.token_ids)} "
             f"first {outcome.first_token_s} last {outcome.last_token_s} on {outcome.prefill_id} {outcome.decode_id}"
@@ -257,19 +317,34 @@ class Cluster:
 
     # Judgement
 
-    def _check(self, dispatcher: Dispatcher, outcomes: list[RequestOutcome]) -> None:
-        assert not dispatcher.num_queued and not dispatcher.num_running, "the router still holds requests"
+    def _check(self, outcomes: list[RequestOutcome]) -> None:
+        dispatchers = [router.dispatcher for router in self.routers.values() if not router.is_dead]
+        for dispatcher in dispatchers or [self._dispatcher]:
+            self._check_router(dispatcher)
         for outcome in outcomes:
             assert outcome.state is not RequestState.QUEUED, f"request {outcome.number} has no end"
             assert outcome.reason not in ("INTERNAL", "INVALID_REQUEST"), f"request {outcome.number}: {outcome.reason}"
             outcome.check(self.seed)
+            outcome.check_times(self.spec.router.queue_timeout_s)
         for worker in self.workers.values():
             if worker.is_dead:
                 continue  # the controller has stopped it
             worker.check_idle()
-            index = dispatcher.fleet[worker.spec.worker_id].prefix_index
-            cached = worker.core.blocks.cached_hashes
-            assert index is None or index.hashes == cached, f"the router knows another cache of {worker.spec.worker_id}"
+
+    def _check_router(self, dispatcher: Dispatcher) -> None:
+        """The router holds no request, charges no worker for one, and knows what each has cached."""
+        for name, worker in self.workers.items():
+            if worker.is_dead:
+                continue  # the controller has stopped it, and the router does not know it any more
+            index, cached = dispatcher.fleet[name].prefix_index, worker.core.blocks.cached_hashes
+            assert index is None or index.hashes == cached, f"the router knows another cache of {name}"
+        assert not dispatcher.num_queued and not dispatcher.num_running, "the router still holds requests"
+        loads = dispatcher.context.loads
+        for name in self.workers:
+            assert loads[name] == NOTHING, f"the router still charges {name} for {loads[name]}"
+        assert loads.num_retries == 0, f"the router still counts {loads.num_retries} retries"
+        # Only while nothing is in flight has it room for anything.
+        assert dispatcher.admission.has_room(_ANY_SIZE, self.loop.time()), "admission still counts requests in flight"
 
     @staticmethod
     def _use_of(worker: SimulatedWorker) -> WorkerUse:
