@@ -7,7 +7,9 @@
 #   make model-check    explores the hand-off's state machines, every interleaving within bounds
 #   make mutants        COUNT=200 random mutants (SEED=1) of the modules that own memory, order or quotas, and those that no
 #                       unit test notices; may be interrupted and goes on; SURVIVORS=1 runs those again
-#   make simulate       SEEDS=200 simulated clusters with faults, from the seed FIRST=0 on; prints each that fails
+#   make simulate       SEEDS=200 simulated clusters with faults, from the seed FIRST=0 on; prints each that fails, and the
+#                       least of it that does
+#   make planted        plants bugs, one at a time, and says which of LIMIT=200 seeds of `make simulate` finds each first
 #   make chaos          the chaos battery: processes killed, stopped and cut off; RUNS=20 repeats it
 #   make chaos-failover streams while workers are killed, then stopped: every output as if none had been
 #   make soak           60 % of the capacity for MINUTES=60 with faults that kill nothing, then with a kill every 20 s; may
@@ -38,6 +40,7 @@ SEED ?= 1
 COUNT ?= 200
 SEEDS ?= 200
 FIRST ?= 0
+LIMIT ?= 200
 SURVIVORS ?=
 MINUTES ?= 60
 PHASE ?= both
@@ -58,7 +61,7 @@ DEPLOY_TOOLS := sshd ssh rsync ip nsenter ps curl promtool
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: gpu gpu-check setup serve test check format lock proto model-check mutants simulate chaos chaos-failover soak malformed test-deploy test-page docs-check smoke bench clean deploy-tools test-prometheus test-clients test-schema bench-peer
+.PHONY: gpu gpu-check setup serve test check format lock proto model-check mutants simulate planted chaos chaos-failover soak malformed test-deploy test-page docs-check smoke bench clean deploy-tools test-prometheus test-clients test-schema bench-peer
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -142,6 +145,9 @@ mutants: $(READY)
 
 simulate: $(READY)
 	$(PY) -m simulate --seeds $(SEEDS) --first $(FIRST) $(ARGS)
+
+planted: $(READY)
+	PYTHONPATH=.:tests/support $(PY) tests/support/planted_bugs.py --limit $(LIMIT) $(ARGS)
 
 chaos: $(READY)
 	@.ci/chaos $(ARGS)
