@@ -23,7 +23,7 @@ from simulate.worker import SimulatedWorker
 from simulate.workload import RequestShape
 from simulate.world import Cluster, ClusterSpec
 
-SEEDS = 30
+SEEDS = 20
 
 
 def test_whatever_befalls_a_cluster_every_request_ends_and_nothing_stays_held() -> None:
@@ -49,7 +49,7 @@ def test_a_worker_that_dies_while_it_decodes_costs_its_requests_no_token() -> No
 def test_seeds_give_the_same_traces_and_logs_whatever_the_hashes_of_their_process() -> None:
     runs = [
         subprocess.run(
-            [sys.executable, "-m", "simulate", "--first", "5", "--seeds", "3", "--trace"],
+            [sys.executable, "-m", "simulate", "--first", "5", "--seeds", "2", "--trace"],
             cwd=Path(__file__).resolve().parents[3],
             env={**os.environ, "PYTHONHASHSEED": hash_seed},
             capture_output=True,
@@ -60,7 +60,7 @@ def test_seeds_give_the_same_traces_and_logs_whatever_the_hashes_of_their_proces
         for hash_seed in ("1", "2")
     ]
     first, second = ((run.stdout.splitlines()[:-2], run.stderr) for run in runs)
-    assert first == second and len(first[0]) > 300 and any(" fault " in line for line in first[0])
+    assert first == second and len(first[0]) > 200 and any(" fault " in line for line in first[0])
 
 
 def test_a_client_goes_on_at_another_router_when_its_own_is_lost() -> None:
