@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import threading
 from typing import Any
 
 import grpc
@@ -83,3 +85,23 @@ def test_it_knows_the_handler_of_the_installed_grpc(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(grpc_loop, "_handle_all", counted)
     grpc_loop.run(run())
     assert num_turns > 0
+    assert grpc_loop.grpc_threads()
+
+
+def test_a_thread_that_tells_of_many_operations_gives_way_until_there_are_few() -> None:
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
+    assert thread.native_id is not None
+    usual = os.sched_getscheduler(thread.native_id)
+    given_way = os.SCHED_BATCH if usual == os.SCHED_OTHER else usual  # another policy is somebody's own
+    deference = grpc_loop.Deference([thread.native_id, 2**22 + 1])
+    many, policies, are_on = int(2 * grpc_loop.MANY_PER_S * grpc_loop.WINDOW_S), list[int](), list[bool]()
+    for now, num_done in ((1.0, 1), (1.05, many), (1.2, many), (1.25, many), (1.4, many), (1.6, 1), (9.0, 2 * many)):
+        deference.add(num_done, now)
+        policies.append(os.sched_getscheduler(thread.native_id))
+        are_on.append(deference.is_on)
+    ended.set()
+    thread.join()
+    assert are_on == [False, False, True, True, True, False, False]
+    assert policies == [usual, usual, given_way, given_way, given_way, usual, usual]
