@@ -80,12 +80,12 @@ def test_it_knows_the_handler_of_the_installed_grpc(monkeypatch: pytest.MonkeyPa
         async with rpc.create_channel(f"127.0.0.1:{port}") as channel:
             calls = (channel.unary_unary(METHOD, bytes, bytes)(b"x", timeout=10) for _ in range(NUM_OPERATIONS))
             assert await asyncio.gather(*calls) == [b"x"] * NUM_OPERATIONS
+            assert grpc_loop.grpc_threads(), "its thread is known by its name"
         await server.stop(None)
 
     monkeypatch.setattr(grpc_loop, "_handle_all", counted)
     grpc_loop.run(run())
     assert num_turns > 0
-    assert grpc_loop.grpc_threads()
 
 
 def test_a_thread_that_tells_of_many_operations_gives_way_until_there_are_few() -> None:
