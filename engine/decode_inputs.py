@@ -6,9 +6,9 @@ and lengths follow from positions and tables. So a step that goes on with the ro
 the host but the blocks that its sequences have got since.
 
 The host has the same memory (`_mirror`) and takes the same step in it. What a step wants and the mirror does not have
-is sent, a place and a value each: rows that join, leave or move send their row. Nobody has to say what has happened
-between two recordings (prompts, preemptions, forks, steps that were launched otherwise): invariant is alone that
-mirror and device are equal. Knows no model and no graphs.
+is sent, a place and a value each; a table whole where many have changed much, as when a row leaves and those behind it
+move up. Nobody has to say what has happened between two recordings (prompts, preemptions, forks, steps that were
+launched otherwise): invariant is alone that mirror and device are equal. Knows no model and no graphs.
 
 Legend: n rows of a padded step, S sequences, B blocks of the longest sequence, E entries that are sent.
 """
@@ -30,8 +30,10 @@ from engine.step_input import IntArray, SequenceSlice, StepInput, build_step
 
 IDLE = -2
 """Position of a row that belongs to no sequence; -1 is that before a sequence's first token."""
-_MOST_ENTRIES = 1 << 16
-"""Entries that are sent in one copy."""
+_MOST_SENT = 3 << 16
+"""int32 that are sent in one copy: 65,536 entries, say."""
+_MANY = 1024
+"""Entries of tables from which on it is worth while to look for rows."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ class InputMemory:
         self.sampled = zeros(most)
         self._rows = DecodeRows(self.sampled, tokens, positions, self._kept[2 * most :].view(most, width), *made)
         self._every = torch.arange(most + 1, dtype=torch.int32, device=device)
-        self._arrived = zeros(3 * min(_MOST_ENTRIES, len(self._kept)))
+        self._arrived = zeros(max(min(_MOST_SENT, 3 * len(self._kept)), 2 + width))
         self._staging = cycle([_Staging(len(self._arrived), device), _Staging(len(self._arrived), device)])
 
     def fill(self, step: StepInput, size: int, sampled: torch.Tensor | None = None) -> None:
@@ -133,10 +135,11 @@ class InputMemory:
         assert sampled is not None or not step.has_unread_tokens, "tokens of the step before are missing"
         if sampled is not None and sampled.data_ptr() != self.sampled.data_ptr():
             self.sampled[: len(sampled)].copy_(sampled)
-        places, values = self._missing(step, count, size)
+        tables = step.block_tables[:, : self._width]
+        places, values = self._missing(step, tables, self._send_rows(tables), size)
         if len(places):
             self._mirror[places] = values
-            self._send(places, values)
+            self._send(self._kept[:, None], places, values[:, None])
         positions = self._mirror_vectors[1, :size]
         positions += positions > IDLE
 
@@ -159,42 +162,57 @@ class InputMemory:
         batch = AttentionBatch(anything, self._block_size, self._device, paged)
         return DecodeInputs(rows.token_ids[:size], rows.positions[:size], rows.slots[:size], self._every[:size], batch)
 
-    def _missing(self, step: StepInput, count: int, size: int) -> tuple[npt.NDArray[np.int64], IntArray]:
+    def _send_rows(self, tables: IntArray) -> npt.NDArray[np.bool_]:
+        """Sends the rows of [S, B] of which much differs, if there are many. Returns what differs then."""
+        num_columns = tables.shape[1]
+        different: npt.NDArray[np.bool_] = self._mirror_tables[: len(tables), :num_columns] != tables
+        if np.count_nonzero(different) >= _MANY:
+            rows = np.flatnonzero(3 * np.count_nonzero(different, axis=1) > num_columns)
+            values = tables[rows]
+            self._mirror_tables[rows, :num_columns] = values
+            self._send(self._rows.tables[:, :num_columns], rows, values)
+            different[rows] = False
+        return different
+
+    def _missing(
+        self, step: StepInput, tables: IntArray, different_tables: npt.NDArray[np.bool_], size: int
+    ) -> tuple[npt.NDArray[np.int64], IntArray]:
         """Places of what is kept that must change before this step, and their values, [E] each.
 
         Columns behind a step's tables, and tables of idle rows behind their first block, are read by nobody.
         """
-        vectors = np.zeros((2, size), dtype=np.int32)
+        count, vectors = len(tables), np.zeros((2, size), dtype=np.int32)
         vectors[0, :count], vectors[1, :count], vectors[1, count:] = step.token_ids, step.positions - 1, IDLE
-        tables = step.block_tables[:, : self._width]
         scratch = np.full((size - count, 1), self._scratch_block, dtype=np.int32)
-        places, values = [], []
-        for first, stride, kept, wanted in (
-            (0, self._most, self._mirror_vectors[:, :size], vectors),
-            (2 * self._most, self._width, self._mirror_tables[:count, : tables.shape[1]], tables),
-            (2 * self._most + count * self._width, self._width, self._mirror_tables[count:size, :1], scratch),
+        places, values, first_idle = [], [], 2 * self._most + count * self._width
+        for first, stride, different, wanted in (
+            (0, self._most, self._mirror_vectors[:, :size] != vectors, vectors),
+            (2 * self._most, self._width, different_tables, tables),
+            (first_idle, self._width, self._mirror_tables[count:size, :1] != scratch, scratch),
         ):
-            different = np.flatnonzero(kept != wanted)
-            if len(different):
-                rows, columns = np.divmod(different, wanted.shape[1])
+            at = np.flatnonzero(different)
+            if len(at):
+                rows, columns = np.divmod(at, wanted.shape[1])
                 places.append(first + rows * stride + columns)
                 values.append(wanted[rows, columns])
         if not places:
             return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32)
         return np.concatenate(places), np.concatenate(values)
 
-    def _send(self, places: npt.NDArray[np.int64], values: IntArray) -> None:
-        most = len(self._arrived) // 3
+    def _send(self, target: torch.Tensor, places: npt.NDArray[np.int64], values: IntArray) -> None:
+        """Writes [E, C] to those rows of [*, C] on the device. Places are sent first, as int64, and values behind."""
+        num_columns = values.shape[1]
+        most = len(self._arrived) // (2 + num_columns)
         for first in range(0, len(places), most):
-            some = slice(first, first + most)
-            num_entries, staging = len(places[some]), next(self._staging)
-            host = staging.writable()
-            host[: 2 * num_entries].view(np.int64)[:] = places[some]
-            host[2 * num_entries : 3 * num_entries] = values[some]
-            arrived = self._arrived[: 3 * num_entries]
+            some, staging = slice(first, first + most), next(self._staging)
+            num_rows, host = len(places[some]), staging.writable()
+            num_sent, begin = num_rows * (2 + num_columns), 2 * num_rows
+            host[:begin].view(np.int64)[:] = places[some]
+            host[begin:num_sent] = values[some].reshape(-1)
+            arrived = self._arrived[:num_sent]
             staging.copy_to(arrived)
-            at, new = arrived[: 2 * num_entries].view(torch.int64), arrived[2 * num_entries :]
-            self._kept.index_copy_(0, at, new)
+            at, new = arrived[:begin].view(torch.int64), arrived[begin:].view(num_rows, num_columns)
+            target.index_copy_(0, at, new)
 
 
 class _Staging:

@@ -21,8 +21,9 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from engine.attention.registry import ATTENTION_BACKENDS
+from engine.decode_inputs import InputMemory, choose_advance
 from engine.model_runner import ModelRunner
-from engine.quantization.interface import weight_formats
+from engine.quantization.interface import TritonProducts, weight_formats
 from engine.sampling.params import SampleRow, SamplingParams
 from engine.sampling.sampler import Sampler
 from engine.step_input import ScoredSpan, SequenceSlice, StepInput, build_step
@@ -183,6 +184,34 @@ def test_fused_kernels_save_launches(tmp_path: Path, formats: tuple[str, str]) -
     fused, plain = (_of_a_layer(tmp_path / kernels, formats, kernels=kernels) for kernels in ("auto", "torch"))
 
     assert plain.total() - fused.total() == SAVED[formats], (fused, plain)
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # to see whether tokens are in place
+@pytest.mark.parametrize(("kernels", "most"), [(TritonProducts(), 1), (None, 18)], ids=["triton", "torch"])
+def test_a_recorded_step_begins_with_one_launch_and_sends_only_what_is_new(
+    kernels: TritonProducts | None, most: int, record_property: Any
+) -> None:
+    """A step that goes on sends nothing, one with a new block a copy that is put to its place by one launch more."""
+    if kernels is not None:
+        pytest.importorskip("triton", reason="triton has no build for this platform")
+    steps = [
+        build_step([SequenceSlice((-1,), position, (4, 7)[: position // 16 + 1], True)], 16)
+        for position in (14, 15, 16)
+    ]
+    with fake_cuda(), torch.no_grad():
+        memory = InputMemory(8, 4, 16, 99, torch.device(DEVICE), choose_advance(kernels))
+        memory.fill(steps[0], 1, memory.sampled[:1])
+        launched = []
+        for step in steps[1:]:
+            with Launches() as launches:
+                memory.fill(step, 1, memory.sampled[:1])
+            assert not launches.blocking
+            launched.append(dict(launches.names))
+        with Launches() as launches:
+            memory.advance(8)
+        record_property("launches of a recording before its model", launches.total)
+    assert launched == [{}, {"aten::copy_": 1, "aten::index_copy_": 1}]
+    assert launches.total <= most, launches.names
 
 
 def _of_a_layer(

@@ -8,13 +8,14 @@ from itertools import count
 from random import Random
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from interpreted_kernels import DEVICE
 
 from engine import decode_inputs
 from engine.decode_inputs import IDLE, Advance, InputMemory, advance_rows
-from engine.step_input import SequenceSlice, StepInput, build_step
+from engine.step_input import IntArray, SequenceSlice, StepInput, build_step
 from engine.triton.decode_rows import advance_rows as advance_by_triton
 
 MOST, WIDTH, BLOCK_SIZE, SCRATCH = 9, 6, 4, 9999
@@ -35,9 +36,9 @@ class Memory(InputMemory):
         self.advance(size)
         self.check(step, size, sampled)
 
-    def _send(self, places: np.typing.NDArray[np.int64], values: np.typing.NDArray[np.int32]) -> None:
-        self.num_sent += len(places)
-        super()._send(places, values)
+    def _send(self, target: torch.Tensor, places: npt.NDArray[np.int64], values: IntArray) -> None:
+        self.num_sent += values.size
+        super()._send(target, places, values)
 
     def check(self, step: StepInput, size: int, sampled: torch.Tensor | None) -> None:
         """Against the step itself; rows beyond it are in the scratch block."""
@@ -120,8 +121,12 @@ class Batch:
 
 @pytest.mark.parametrize("advance", ADVANCES, ids=["torch", "triton"])
 @pytest.mark.parametrize("seed", range(12))
-def test_kept_inputs_are_those_of_a_step_that_is_made_anew(advance: Advance, seed: int) -> None:
-    """Batches of up to nine sequences, with tokens that are known, and that the step before or another one led to."""
+def test_kept_inputs_are_those_of_a_step_that_is_made_anew(
+    advance: Advance, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches of up to nine sequences, with tokens that are known, and that the step before or another one led to;
+    rows of tables are sent whole in every other run."""
+    monkeypatch.setattr(decode_inputs, "_MANY", 1 + 1024 * (seed % 2))
     random, memory, num_rows = Random(seed), Memory(advance), 0
     batch = Batch(random)
     for _ in range(20):
@@ -172,8 +177,10 @@ def test_a_row_that_leaves_is_two_numbers_and_those_behind_it_send_what_differs(
     assert memory.num_sent == 2 * 3, "two rows: a token's place and two blocks each"
 
 
-def test_more_than_one_copy_holds_is_sent_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_inputs, "_MOST_ENTRIES", 5)
+@pytest.mark.parametrize("many", [1, 1024], ids=["rows", "entries"])
+def test_more_than_one_copy_holds_is_sent_in_several(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_inputs, "_MANY", many)
+    monkeypatch.setattr(decode_inputs, "_MOST_SENT", 15)
     memory = Memory(advance_rows)
     rows = [Running(list(range(6 * r, 6 * r + 6)), 20) for r in range(MOST)]
     memory.run(build_step([row.slice(7) for row in rows], BLOCK_SIZE), MOST)
