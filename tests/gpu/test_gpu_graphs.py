@@ -18,7 +18,7 @@ from engine.kv.block_manager import BlockManager
 from engine.model_runner import ModelRunner
 from engine.sampling.params import SamplingParams
 from engine.sampling.sampler import Sampler
-from engine.step_input import SequenceSlice, build_step
+from engine.step_input import SequenceSlice, StepInput, build_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 
@@ -110,6 +110,24 @@ def test_a_replayed_step_is_as_near_as_transformers_and_writes_nothing_but_its_o
         assert (kv[:, :, block, offset] != 50.0).any()
         before[:, :, block, offset] = kv[:, :, block, offset]
     assert torch.equal(kv[:, :, :NUM_BLOCKS], before[:, :, :NUM_BLOCKS])
+
+
+def test_replayed_steps_take_no_memory(case: Case) -> None:
+    """As rows join, go on into their second block and leave."""
+
+    def step(position: int, rows: range) -> StepInput:
+        tables = [(2 * row, 2 * row + 1)[: position // BLOCK_SIZE + 1] for row in rows]
+        return build_step([SequenceSlice((5,), position, table, wants_logits=True) for table in tables], BLOCK_SIZE)
+
+    steps = [step(254, range(9)), step(255, range(9)), step(256, range(MOST)), step(257, range(3, MOST))]
+    for each in steps:
+        case.graphs.forward(each)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    for each in steps:
+        case.graphs.forward(each)
+    assert torch.cuda.max_memory_allocated() == before
 
 
 def test_generation_ends_the_same_way_with_graphs_as_without(case: Case) -> None:
