@@ -6,17 +6,18 @@ they are computed by 10 %, or twice the standard deviation of the figure over th
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from cluster.config.diff import set_values
 from cluster.config.load import load_config
-from cluster.config.schema import ServingConfig
+from cluster.config.schema import ServingConfig, SloSection
 from simulate.curves import LinearCurve
 from simulate.model_files import find_shape
 from simulate.report import RunReport
@@ -24,7 +25,7 @@ from simulate.wire import WireSpec
 from simulate.worker import WorkerSpec
 from simulate.worker_profile import WorkerProfile, read_profile
 from simulate.workload import RequestShape, at_rate, random_shapes, uniform
-from simulate.world import Cluster, ClusterSpec
+from simulate.world import Cluster, ClusterSpec, RunResult
 
 WARM_REQUESTS = 8
 WARM_S = 30.0
@@ -112,9 +113,16 @@ def configured(file: Path, values: Mapping[str, Any]) -> ServingConfig:
 
 
 def predict(
-    split: tuple[int, int], config: ServingConfig, load: OfferedLoad, machine: Machine, *, detailed: bool
-) -> dict[str, Any]:
-    """The compared figures, as the simulator has them."""
+    split: tuple[int, int],
+    config: ServingConfig,
+    loads: Sequence[OfferedLoad],
+    num_rounds: int,
+    machine: Machine,
+    *,
+    detailed: bool,
+) -> list[dict[str, Any]]:
+    """The compared figures of each load, as the simulator has them: medians over the rounds. One cluster gets all loads
+    one after another, as the real one does: its workers and its router learn from those before."""
     spec = ClusterSpec.of_ratio(
         *split,
         machine.worker(config),
@@ -124,12 +132,25 @@ def predict(
         message_s=machine.message_s,
         client_s=machine.message_s,
     )
-    warm = load.warm_shapes()
-    shapes = [*warm, *(replace(shape, at=WARM_S + shape.at) for shape in load.shapes())]
-    result = Cluster(spec, load.seed).run(shapes)
-    outcomes = result.outcomes[len(warm) :]
+    shapes, parts, at = list[RequestShape](), list[slice](), 0.0
+    for load in (load for load in loads for _ in range(num_rounds)):
+        shapes += [replace(shape, at=at) for shape in load.warm_shapes()]
+        own = [replace(shape, at=at + WARM_S + shape.at) for shape in load.shapes()]
+        parts.append(slice(len(shapes), len(shapes) + len(own)))
+        shapes, at = shapes + own, own[-1].at + WARM_S
+    result = Cluster(spec, loads[0].seed).run(shapes)
+    figures = [_figures(result, part, spec.slo, detailed=detailed) for part in parts]
+    by_load = [figures[first : first + num_rounds] for first in range(0, len(figures), num_rounds)]
+    return [
+        rounds[0] | {name: statistics.median(one[name] for one in rounds) for name in COMPARED} for rounds in by_load
+    ]
+
+
+def _figures(result: RunResult, part: slice, slo: SloSection, *, detailed: bool) -> dict[str, Any]:
+    """Of the requests of one part of a run."""
+    outcomes = result.outcomes[part]
     seconds = max(o.ended_s for o in outcomes) - min(o.request.at_s for o in outcomes)
-    found = RunReport.of(replace(result, outcomes=outcomes, duration_s=seconds), spec.slo)
+    found = RunReport.of(replace(result, outcomes=outcomes, duration_s=seconds), slo)
     times = {
         f"p{percent}_{name}_ms": 1000 * spread.by_percentile[percent]
         for name, spread in (("ttft", found.ttft_s), ("tpot", found.tpot_s))
@@ -142,12 +163,15 @@ def predict(
 
 
 def judge(found: dict[str, Any], *, detailed: bool) -> None:
-    """Simulates each run and compares."""
+    """Simulates the runs of each ratio and compares."""
     config, machine = configured(Path(found["config"]), found["values"]), Machine.of(found["profile"])
-    for run in found["runs"]:
-        split, load = (run["prefill"], run["decode"]), OfferedLoad(**run["load"])
-        run["predicted"] = predict(split, config, load, machine, detailed=detailed)
-        compare(run, TIMED_WITHIN if machine.profile is None else COMPUTED_WITHIN)
+    for split, group in itertools.groupby(found["runs"], lambda run: (run["prefill"], run["decode"])):
+        runs = list(group)
+        loads = [OfferedLoad(**run["load"]) for run in runs]
+        predicted = predict(split, config, loads, len(runs[0]["rounds"]), machine, detailed=detailed)
+        for run, figures in zip(runs, predicted, strict=True):
+            run["predicted"] = figures
+            compare(run, TIMED_WITHIN if machine.profile is None else COMPUTED_WITHIN)
 
 
 def compare(run: dict[str, Any], within: float) -> None:
