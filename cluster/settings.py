@@ -217,9 +217,13 @@ class _Value:
     is_required: bool
 
 
+_types_of = functools.cache(typing.get_type_hints)
+"""The types of a dataclass's fields."""
+
+
 def _values(kind: type[Any]) -> Iterator[tuple[tuple[str, ...], _Value]]:
     """Every value with the path to it."""
-    types_of = typing.get_type_hints(kind)
+    types_of = _types_of(kind)
     for each in dataclasses.fields(kind):
         if dataclasses.is_dataclass(types_of[each.name]):
             for path, value in _values(types_of[each.name]):
@@ -252,7 +256,7 @@ def _put(kind: type[Any], whole: dict[str, Any], values: Mapping[str, Any]) -> d
 
 def _known(kind: type[Any], values: Mapping[str, Any], of: str = "") -> dict[str, Any]:
     """The values that the dataclass and its sections have fields for."""
-    hints, known = typing.get_type_hints(kind), {}
+    hints, known = _types_of(kind), {}
     for name, value in values.items():
         if name not in kind.__dataclass_fields__:
             _report_unknown(f"{of}{name}")
@@ -272,7 +276,7 @@ def _report_unknown(key: str) -> None:
 def _build(kind: Any, values: Mapping[str, Any]) -> Any:
     """The dataclass; a section that is given in part keeps the rest of its default. Raises TypeError for an unknown
     key."""
-    hints = typing.get_type_hints(kind)
+    hints = _types_of(kind)
     factories = {each.name: each.default_factory for each in dataclasses.fields(kind)}
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     for name, value in given.items():

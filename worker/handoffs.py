@@ -44,19 +44,23 @@ class Handoffs:
         self._max_pairs = max_pairs
         self._answer_timeout_s = answer_timeout_s
         self._connections: list[HandoffConnection] = []
+        self._by_peer: dict[str, HandoffConnection] = {}
+        """Those that this worker opened, by the life of the other worker; retired ones are replaced."""
         self._unopened: dict[tuple[str, str], float] = {}
         """When a transport by which no pair opened may go first again, by life of the other worker and transport."""
 
     def connect_to(self, peer: worker_pb2.Peer) -> HandoffConnection:
         """The connection to a decode worker; opens one when there is none."""
         name = f"{peer.worker_id}@{peer.incarnation}"
-        for connection in self._live():
-            if connection.peer == name:
-                connection.last_used = self._context.clock()
-                return connection
+        known = self._by_peer.get(name)
+        if known is not None and not known.is_retired:
+            known.last_used = self._context.clock()
+            return known
+        self._by_peer = {connection.peer: connection for connection in self._live() if connection.is_sender}
         epoch = f"{self._worker_id}-{peer.worker_id}-{self._context.fresh_name()}"
         connection = HandoffConnection(epoch, self._prefill, self._context, peer=name, last=self._offered_last(name))
         self._connections.append(connection)
+        self._by_peer[name] = connection
         self._close_spare()
         self._dial(connection, peer.address, peer.incarnation)
         return connection

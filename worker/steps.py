@@ -79,7 +79,9 @@ class StepClock:
         self._sums = np.zeros(5)
         self._num_seen = 0
         self._num_taken = 0
-        self._cost: StepCost | None = None
+        self._solved: StepCost | None = None
+        """The cost when it was asked for last, or some steps ago: to solve takes longer than to take a step in."""
+        self._is_solved = True
         self._size: StepSize | None = None
         """Size of the last step, if it is to be taken in."""
         self._begun_at = self._ended_at = 0.0
@@ -137,22 +139,25 @@ class StepClock:
 
     def note(self, step: StepSize, seconds: float) -> None:
         """A step of this size has taken so long."""
-        if self._num_taken > 4 * LEAST_STEPS and seconds > _SLOWEST * self.cost_of(step):
-            return
+        if self._num_taken > 4 * LEAST_STEPS:
+            known = self._solved if self._num_taken % _EVERY else self.cost
+            if known is not None and seconds > _SLOWEST * known.of(step):
+                return
         parts = _parts(step)
         # A relative error counts the same in short steps and in long ones.
         weight = 1.0 / max(seconds, 1e-6) ** 2
         self._products = self._fade * self._products + weight * np.outer(parts, parts)
         self._sums = self._fade * self._sums + weight * seconds * parts
         self._num_taken += 1
-        self._cost = None
+        self._is_solved = False
 
     @property
     def cost(self) -> StepCost | None:
         """None before there are enough steps to tell."""
-        if self._cost is None and self._num_taken >= LEAST_STEPS:
-            self._cost = StepCost(*(_solve(self._products, self._sums) / _UNITS).tolist())
-        return self._cost
+        if not self._is_solved and self._num_taken >= LEAST_STEPS:
+            self._solved = StepCost(*(_solve(self._products, self._sums) / _UNITS).tolist())
+            self._is_solved = True
+        return self._solved
 
     def cost_of(self, step: StepSize) -> float:
         """Seconds that a step is expected to take; infinite while nothing is known."""
