@@ -10,6 +10,7 @@ import json
 import math
 import re
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from simulate.curve_file import FileCurve
     from simulate.worker_profile import WorkerProfile
     from simulate.workload import RequestShape
-    from simulate.world import WorkerSpec
+    from simulate.world import Fidelity, WorkerSpec
 
 _USUAL_CONTEXT = 4096
 _USUAL_KV_BYTES = 131072.0
@@ -47,6 +48,13 @@ class SimulatedLoad(RequestOptions):
         if not (found := until(super().shapes(), self.first_s)):
             raise ConfigError(f"--first-s: no request comes in the first {self.first_s:g} s; give it more")
         return found
+
+
+class FidelityName(StrEnum):
+    """How closely a cluster is simulated."""
+
+    FULL = "full"
+    FAST = "fast"
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,9 @@ class SimulatedOptions:
         float | None,
         typer.Option(min=1e-3, help="Gigabits a second that a worker sends, and takes; default: the device's, or 200."),
     ] = None
+    fidelity: Annotated[
+        FidelityName, typer.Option(help="full: every step and message; fast: steps in which nothing happens in one go.")
+    ] = FidelityName.FULL
 
     @property
     def roles(self) -> tuple[int, int]:
@@ -107,9 +118,10 @@ def simulate(
         shapes, roles = load.shapes(), options.roles
         worker, curve = _worker(device, options, model, shapes)
         slo = SloSection(options.ttft_ms, options.tpot_ms)
+        fidelity: Fidelity = "fast" if options.fidelity is FidelityName.FAST else "full"
         profile = device.measured()
         message_s = None if profile is None else profile.message_s
-        question = PredictionQuestion(worker, *roles, slo, options.bare, message_s)
+        question = PredictionQuestion(worker, *roles, slo, options.bare, message_s, fidelity)
         report = predicted_report(question, shapes, load.seed)
         if as_json:
             print(json.dumps({"curve": _document(curve), **report.as_dict()}))

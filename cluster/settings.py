@@ -217,8 +217,15 @@ class _Value:
     is_required: bool
 
 
-_types_of = functools.cache(typing.get_type_hints)
-"""The types of a dataclass's fields."""
+_TYPES: dict[type[Any], dict[str, Any]] = {}
+"""Those that were looked up: each time takes a millisecond."""
+
+
+def _types_of(kind: type[Any]) -> dict[str, Any]:
+    """The types of a dataclass's fields."""
+    if kind not in _TYPES:
+        _TYPES[kind] = typing.get_type_hints(kind)
+    return _TYPES[kind]
 
 
 def _values(kind: type[Any]) -> Iterator[tuple[tuple[str, ...], _Value]]:

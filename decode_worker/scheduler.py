@@ -9,6 +9,7 @@ runs on, so something always ends. Owns the page copies that forks ask for; both
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Sequence as Seq
 
 from engine.kv.block_manager import BlockManager
 from engine.sequence import ScheduledSequence, Sequence, blocks_for, claim_blocks, release_blocks
@@ -41,6 +42,11 @@ class DecodeScheduler:
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    @property
+    def running(self) -> Seq[Sequence]:
+        """The batch, in its order."""
+        return self._running
 
     def has_room(self, num_seqs: int) -> bool:
         """Whether newcomers may take `num_seqs` places; those preempted come first."""
@@ -79,6 +85,18 @@ class DecodeScheduler:
             max(0, blocks_for(s.num_tokens + 1, block_size) - len(s.block_table)) + s.fan_out - 1 for s in self._running
         )
 
+    def provide(self, num_steps: int) -> bool:
+        """Gives the batch the blocks of so many steps, each with one token of every sequence. False, and none given,
+        where they do not all fit."""
+        block_size, blocks = self._blocks.block_size, self._blocks
+        needed = [blocks_for(s.num_computed_tokens + num_steps, block_size) - len(s.block_table) for s in self._running]
+        if not blocks.can_allocate(sum(num for num in needed if num > 0)):
+            return False
+        for sequence, num in zip(self._running, needed, strict=True):
+            if num > 0:
+                sequence.block_table.extend(blocks.allocate(num))
+        return True
+
     def can_plan_ahead(self) -> bool:
         """Whether the next step has room without preempting anyone: blocks of a step under way do not come back."""
         block_size = self._blocks.block_size
@@ -88,9 +106,10 @@ class DecodeScheduler:
     def plan(self, budget: StepBudget) -> tuple[list[ScheduledSequence], list[Sequence]]:
         """Shares of the next step, which begins with this, and who was preempted to make room."""
         preempted = self._make_room()
-        scheduled = [ScheduledSequence(s, 1) for s in budget.decode([s for s in self._running if s.num_remaining == 1])]
-        for sequence in self._running:
-            if sequence.num_remaining > 1 and (num_tokens := budget.prompt(sequence)):
+        remaining = [(sequence, sequence.num_remaining) for sequence in self._running]
+        scheduled = [ScheduledSequence(s, 1) for s in budget.decode([s for s, num in remaining if num == 1])]
+        for sequence, num in remaining:
+            if num > 1 and (num_tokens := budget.prompt(sequence)):
                 scheduled.append(ScheduledSequence(sequence, num_tokens))
         return scheduled, preempted
 

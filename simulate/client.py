@@ -7,6 +7,7 @@ came, in which order, and how the request ended.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from cluster.lifecycle import RequestState
@@ -14,13 +15,13 @@ from cluster.pb import generation_pb2, worker_pb2
 from router.api.call import Principal, ValidatedRequest
 from router.routing.dispatcher import Dispatcher
 from router.stream.client_stream import StreamReader
-from router.stream.request import LiveRequest
+from router.stream.request import LiveRequest, RequestObserver
 from simulate.model import END_TOKEN, VOCAB, seed_of, undisturbed
 from simulate.watched_router import DigitText, Told
 from simulate.workload import RequestShape
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SimRequest:
     """One request of a load, and what its client says of it."""
 
@@ -60,7 +61,7 @@ class SimRequest:
         return self.max_output_tokens not in (None, self.num_output_tokens)
 
 
-@dataclass
+@dataclass(slots=True)
 class RequestOutcome:
     """What became of one request; times are seconds from the begin of the run."""
 
@@ -72,7 +73,9 @@ class RequestOutcome:
     reason: str = ""
     """Why it did not finish."""
     told: list[Told] = field(default_factory=list)
-    """For each sequence."""
+    """For each sequence; nothing in the fast fidelity."""
+    num_tokens: int = 0
+    """Of the first sequence."""
     is_complete: bool = False
     """The client was told that all is well."""
     first_token_s: float | None = None
@@ -105,9 +108,9 @@ class RequestOutcome:
     @property
     def tpot_s(self) -> float | None:
         """Seconds per token after the first; None for an output of one token."""
-        if self.first_token_s is None or self.last_token_s is None or len(self.token_ids) < 2:
+        if self.first_token_s is None or self.last_token_s is None or self.num_tokens < 2:
             return None
-        return (self.last_token_s - self.first_token_s) / (len(self.token_ids) - 1)
+        return (self.last_token_s - self.first_token_s) / (self.num_tokens - 1)
 
     @property
     def e2e_s(self) -> float:
@@ -119,6 +122,7 @@ class RequestOutcome:
         kind = event.WhichOneof("event")
         if kind == "delta":
             self.told[event.delta.index].add(event.delta)
+            self.num_tokens = len(self.token_ids)
             self.last_token_s = now
             if self.first_token_s is None:
                 self.first_token_s = now
@@ -152,6 +156,15 @@ class RequestOutcome:
                 f"request {self.number} waited {waited_s:.3f} s, and {most_s:.3f} are most"
             )
 
+    def check_length(self) -> None:
+        """Raises AssertionError where it finished without all its tokens."""
+        is_whole = self.num_tokens == self.request.num_output_tokens
+        assert is_whole or not self.is_finished, f"request {self.number} ended after {self.num_tokens} tokens"
+
+
+OnEnd = Callable[[RequestOutcome], None]
+"""Called when a request is over."""
+
 
 class _NoText:
     """The simulated model has no tokenizer (`router.stream.detokenizer.Detokenizer`)."""
@@ -169,21 +182,8 @@ async def run_client(
     """Submits a request and reads its stream to its end. `seed`: of the prompts. `begun_at`: the begin of the run on
     the router's clock."""
     clock, outcome = dispatcher.clock, RequestOutcome(number, request)
-    now = clock()
-    live = LiveRequest(
-        f"sim-{number}",
-        _validated(number, request, seed),
-        [DigitText() if request.stop else _NoText() for _ in range(request.n)],
-        model="",
-        now=now,
-        arrival_time_s=now,
-        is_streaming=True,
-        principal=Principal(key_id=request.tenant, tenant=request.tenant),
-    )
-    dispatcher.submit(live, time_left_s=request.time_left_s)
-    if request.leaves_after_s is not None:
-        loop = asyncio.get_running_loop()
-        loop.call_later(request.leaves_after_s, dispatcher.cancel, live.key.request_id, "the client left")
+    live = _live(number, request, tuple(request.shape.prompt(VOCAB, seed, number)), clock(), is_streaming=True)
+    _submit(dispatcher, live, request)
     reader = StreamReader(live)
     while True:
         await reader.output.wait()
@@ -198,6 +198,61 @@ async def run_client(
     return outcome
 
 
+class WatchedOutcome(RequestObserver):
+    """Notes what becomes of a request whose stream nobody reads, at the times at which it would be read at once."""
+
+    def __init__(self, outcome: RequestOutcome, clock: Callable[[], float], begun_at: float, on_end: OnEnd) -> None:
+        self._outcome = outcome
+        self._clock = clock
+        self._begun_at = begun_at
+        self._on_end = on_end
+        self.ended: asyncio.Future[RequestOutcome] = asyncio.get_running_loop().create_future()
+
+    def on_first_token(self, seconds: float, num_prompt_tokens: int) -> None:
+        self._outcome.first_token_s = self._clock() - self._begun_at
+
+    def on_end(self, live: LiveRequest) -> None:
+        outcome, (sequence,) = self._outcome, live.sequences
+        outcome.num_tokens = sequence.num_tokens
+        if sequence.last_token_at is not None:
+            outcome.last_token_s = sequence.last_token_at - self._begun_at
+        _note_end(outcome, live, self._begun_at, self._clock() - self._begun_at)
+        self._on_end(outcome)
+        self.ended.set_result(outcome)
+
+
+def watch_client(
+    dispatcher: Dispatcher, number: int, request: SimRequest, begun_at: float, on_end: OnEnd
+) -> asyncio.Future[RequestOutcome]:
+    """Submits a request whose tokens have no content; calls `on_end` at its end."""
+    clock, outcome = dispatcher.clock, RequestOutcome(number, request)
+    watched = WatchedOutcome(outcome, clock, begun_at, on_end)
+    live = _live(number, request, request.shape.outline(number), clock(), is_streaming=False)
+    live.observers.append(watched)
+    _submit(dispatcher, live, request)
+    return watched.ended
+
+
+def _submit(dispatcher: Dispatcher, live: LiveRequest, request: SimRequest) -> None:
+    dispatcher.submit(live, time_left_s=request.time_left_s)
+    if request.leaves_after_s is not None:
+        loop = asyncio.get_running_loop()
+        loop.call_later(request.leaves_after_s, dispatcher.cancel, live.key.request_id, "the client left")
+
+
+def _live(number: int, request: SimRequest, prompt: tuple[int, ...], now: float, *, is_streaming: bool) -> LiveRequest:
+    return LiveRequest(
+        f"sim-{number}",
+        _validated(number, request, prompt),
+        [DigitText() if request.stop else _NoText() for _ in range(request.n)],
+        model="",
+        now=now,
+        arrival_time_s=now,
+        is_streaming=is_streaming,
+        principal=Principal(key_id=request.tenant, tenant=request.tenant),
+    )
+
+
 def _note_end(outcome: RequestOutcome, live: LiveRequest, begun_at: float, now: float) -> None:
     outcome.ended_s, outcome.state = now, live.lifecycle.state
     outcome.reason = "" if live.error is None else live.error.reason
@@ -207,7 +262,7 @@ def _note_end(outcome: RequestOutcome, live: LiveRequest, begun_at: float, now: 
         outcome.prefill_id, outcome.decode_id = live.placement.prefill_id or "", live.placement.decode_id
 
 
-def _validated(number: int, request: SimRequest, seed: int) -> ValidatedRequest:
+def _validated(number: int, request: SimRequest, prompt: tuple[int, ...]) -> ValidatedRequest:
     num_output = request.num_output_tokens
     most = request.max_output_tokens or num_output
     sampling = worker_pb2.Sampling(
@@ -219,7 +274,7 @@ def _validated(number: int, request: SimRequest, seed: int) -> ValidatedRequest:
         ),
     )
     return ValidatedRequest(
-        prompt_token_ids=tuple(request.shape.prompt(VOCAB, seed, number)),
+        prompt_token_ids=prompt,
         sampling=sampling,
         stop=(request.stop,) if request.stop else (),
         include_stop_in_output=not request.stop,

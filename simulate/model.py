@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from engine.sampling.params import SampleRow
+from engine.sampling.params import SampleRow, SamplingParams
 from engine.step_input import IntArray, StepInput
 
 VOCAB = 65_521
@@ -50,9 +50,14 @@ def seed_of(number: int, num_output_tokens: int) -> int:
 def sampled_token(state: int, row: SampleRow) -> int:
     """The token that follows a prefix with this KV; the end, where the output is long enough and may end early."""
     params = row.params
-    if params.stop_token_ids and row.position + 1 >= params.seed & 0xFFFFFFFF:
+    if params.stop_token_ids and row.position + 1 >= output_length(params):
         return END_TOKEN
     return next_token(state, params.seed, row.sequence_index)
+
+
+def output_length(params: SamplingParams) -> int:
+    """Tokens of an output, its end included."""
+    return params.seed & 0xFFFFFFFF if params.stop_token_ids else params.max_output_tokens
 
 
 def next_token(state: int, seed: int, sequence_index: int) -> int:

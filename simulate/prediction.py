@@ -16,7 +16,7 @@ from cluster.errors import ConfigError
 from simulate.report import RunReport
 from simulate.worker import WorkerSpec
 from simulate.workload import RequestShape
-from simulate.world import Cluster, ClusterSpec
+from simulate.world import Cluster, ClusterSpec, Fidelity
 
 _NO_LIMIT = 2**20
 _NO_LIMIT_OF_TOKENS = 2**40
@@ -45,15 +45,18 @@ class PredictionQuestion:
     is_bare: bool = False
     message_s: float | None = None
     """As a profile has it, for those to and from clients, too; None: the simulator's own."""
+    fidelity: Fidelity = "full"
 
     @property
     def cluster(self) -> ClusterSpec:
         ratio = self.num_prefill, self.num_decode
         if not self.is_bare:
-            spec = ClusterSpec.of_ratio(*ratio, self.worker, slo=self.slo)
+            spec = ClusterSpec.of_ratio(*ratio, self.worker, slo=self.slo, fidelity=self.fidelity)
             return spec if self.message_s is None else replace(spec, message_s=self.message_s, client_s=self.message_s)
         endless = SloSection(ttft_ms=_NO_LIMIT_MS, tpot_ms=_NO_LIMIT_MS)
-        return ClusterSpec.of_ratio(*ratio, self.worker, router=BARE_ROUTER, slo=endless, message_s=0.0)
+        return ClusterSpec.of_ratio(
+            *ratio, self.worker, router=BARE_ROUTER, slo=endless, message_s=0.0, fidelity=self.fidelity
+        )
 
 
 def predicted_report(question: PredictionQuestion, shapes: Sequence[RequestShape], seed: int = 0) -> RunReport:

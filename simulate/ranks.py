@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -75,6 +75,15 @@ class _Posted:
     """Of a receive: what lands, and the block table that it lands in."""
 
 
+class _Gathered(NamedTuple):
+    """A chunk in a sender's slot."""
+
+    states: StateArray
+    size_bytes: int
+    complete_at: float
+    """It lands no earlier than that."""
+
+
 @dataclass(eq=False)
 class PairEnd:
     """One worker's side of a pair."""
@@ -83,8 +92,8 @@ class PairEnd:
     opened: Done | None = None
     is_closed: bool = False
     posted: deque[_Posted] = field(default_factory=deque)
-    slots: dict[int, tuple[StateArray, int]] = field(default_factory=dict)
-    """What a sender has gathered: KV and bytes."""
+    slots: dict[int, _Gathered] = field(default_factory=dict)
+    """What a sender has gathered."""
 
 
 class SimulatedPair:
@@ -109,6 +118,8 @@ class Clockwork(Protocol):
     def wires(self) -> Wires: ...
     @property
     def pairs(self) -> dict[str, SimulatedPair]: ...
+    @property
+    def keeps_trace(self) -> bool: ...
     def note(self, what: str) -> None: ...
     def strikes(self, fault: str) -> bool:
         """Whether a fault of this name happens now."""
@@ -164,15 +175,20 @@ class SimulatedRanks:
             assert self._step is not None, "a step needs tokens of the one before it, and there was none"
             step = step.with_tokens(np.array(self._step.token_ids, dtype=np.int32))
         seconds = self._curve.seconds(size) * self.slowdown
-        self._world.note(f"{self._name} step {self.num_steps}: {size}")
+        if self._world.keeps_trace:
+            self._world.note(f"{self._name} step {self.num_steps}: {size}")
         launched = SimulatedStep(step, self.pages.write_step(step), loop.time(), seconds)
         self._step = launched
         self.busy_s += seconds
         loop.call_later(seconds, self._end_step, launched)
+        self._gather_waiting()
+        return launched
+
+    def _gather_waiting(self) -> None:
+        """Sets off what waited for a step to be launched."""
         waiting, self._waiting = self._waiting, []
         for command, done in waiting:
             self._gather(command, done)
-        return launched
 
     def _end_step(self, launched: SimulatedStep) -> None:
         if self._is_dead:
@@ -180,7 +196,7 @@ class SimulatedRanks:
         self.pages.check_step(launched.step, launched.states)
         launched.is_done = True
         self._num_done += 1
-        self._post(_do_nothing)
+        self._post(do_nothing)
 
     def is_at(self, num_tokens: int) -> bool:
         """Whether a step of fewer tokens is under way."""
@@ -256,16 +272,24 @@ class SimulatedRanks:
 
     def _gather(self, what: rank_pb2.ChunkPages, done: Done) -> None:
         """Copies pages to a slot once the step that writes them has come to the chunk's last layer."""
-        step, ahead = self._step, what.after_step - self._num_done
+        ahead = what.after_step - self._num_done
         if ahead > 0 and what.after_step > self.num_steps:
             self._waiting.append((what, done))
             return
         self._num_open += 1
         delay = self._command_s
-        if ahead > 0 and step is not None:
-            written_at = step.begun_at + step.seconds * what.chunk.layer_end / self.pages.num_layers
-            delay += max(0.0, written_at - self._world.loop.time())
+        if ahead > 0:
+            delay += max(0.0, self._written_at(what) - self._world.loop.time())
         self._world.loop.call_later(delay, self._gathered, what, done)
+
+    def _written_at(self, what: rank_pb2.ChunkPages) -> float:
+        """When the step under way has written the last layer of a chunk."""
+        assert self._step is not None, "a chunk is of a step, and there was none"
+        return self._step.begun_at + self._step.seconds * what.chunk.layer_end / self.pages.num_layers
+
+    def _complete_at(self, what: rank_pb2.ChunkPages, size_bytes: int) -> float:
+        """When the last byte of a chunk can have arrived that is gathered now; the wire alone says so here."""
+        return 0.0
 
     def _gathered(self, what: rank_pb2.ChunkPages, done: Done) -> None:
         self._num_open -= 1
@@ -276,7 +300,7 @@ class SimulatedRanks:
         chunk = Chunk.from_proto(what.chunk, what.pair_epoch)
         states = self.pages.read(what.block_table, chunk.range.token_start, chunk.range.token_end)
         size_bytes = int(chunk.range.num_cells * self._cell_bytes)
-        end.slots[chunk.slot] = states, size_bytes
+        end.slots[chunk.slot] = _Gathered(states, size_bytes, self._complete_at(what, size_bytes))
         self._reply(done, size_bytes=size_bytes)
 
     def _put(self, epoch: str, posted: _Posted) -> None:
@@ -293,7 +317,8 @@ class SimulatedRanks:
         pair.moving = None
         source, target = pair.ends[True], pair.ends[False]
         sent, received = source.posted.popleft(), target.posted.popleft()
-        states, size_bytes = source.slots.pop(sent.slot)
+        gathered = source.slots.pop(sent.slot)
+        size_bytes = gathered.size_bytes
         if self._world.strikes("transfer failed"):
             source.ranks._answer(sent.done, "the transfer failed")
             self._answer(received.done, "the transfer failed")
@@ -305,15 +330,18 @@ class SimulatedRanks:
         assert received.landing is not None
         chunk, table = received.landing
         where = chunk.range
-        self.pages.land(table, where.token_start, states, (where.layer_start, where.layer_end))
-        self._answer(received.done, size_bytes=size_bytes)
+        self.pages.land(table, where.token_start, gathered.states, (where.layer_start, where.layer_end))
+        later_s = max(0.0, gathered.complete_at - self._world.loop.time())
+        self._answer(received.done, size_bytes=size_bytes, later_s=later_s)
         _move(pair, self._world.wires)
 
     # Answers
 
-    def _answer(self, done: Done, error: str = "", size_bytes: int = 0, kind: ErrorKind = KIND_TRANSFER) -> None:
-        """After the time that a command takes."""
-        self._world.loop.call_later(self._command_s, self._answered, done, error, size_bytes, kind)
+    def _answer(
+        self, done: Done, error: str = "", size_bytes: int = 0, kind: ErrorKind = KIND_TRANSFER, later_s: float = 0.0
+    ) -> None:
+        """After the time that a command takes, and `later_s`."""
+        self._world.loop.call_later(self._command_s + later_s, self._answered, done, error, size_bytes, kind)
 
     def _answered(self, done: Done, error: str, size_bytes: int, kind: ErrorKind) -> None:
         self._num_open -= 1
@@ -332,10 +360,10 @@ def _move(pair: SimulatedPair, wires: Wires) -> None:
     source, target = pair.ends[True], pair.ends[False]
     if not source.posted or not target.posted:
         return
-    _, size_bytes = source.slots[source.posted[0].slot]
+    size_bytes = source.slots[source.posted[0].slot].size_bytes
     ranks: Any = target.ranks
     pair.moving = wires.begin(source.ranks._nic, ranks._nic, size_bytes, lambda: ranks._arrived(pair))
 
 
-def _do_nothing() -> None:
+def do_nothing() -> None:
     """A step has ended: the engine thread has a turn."""

@@ -67,7 +67,7 @@ class RunReport:
             duration_s=result.duration_s,
             outcomes=dict(Counter(outcome.state.value for outcome in result.outcomes)),
             requests_per_s=len(finished) / duration_s,
-            output_tokens_per_s=sum(len(outcome.token_ids) for outcome in result.outcomes) / duration_s,
+            output_tokens_per_s=sum(outcome.num_tokens for outcome in result.outcomes) / duration_s,
             ttft_s=Distribution.of(outcome.ttft_s for outcome in finished),
             tpot_s=Distribution.of(outcome.tpot_s for outcome in finished),
             e2e_s=Distribution.of(outcome.e2e_s for outcome in finished),
@@ -115,7 +115,7 @@ def _is_kept(outcome: RequestOutcome, objectives: Objectives) -> bool:
     if outcome.first_token_s is None or outcome.last_token_s is None:
         return False
     at_s = outcome.request.at_s
-    return objectives.are_kept(outcome.first_token_s - at_s, outcome.last_token_s - at_s, len(outcome.token_ids))
+    return objectives.are_kept(outcome.first_token_s - at_s, outcome.last_token_s - at_s, outcome.num_tokens)
 
 
 def _utilization(result: RunResult, role: str) -> float:

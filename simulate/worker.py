@@ -21,9 +21,11 @@ from cluster.text import ROLE_NUMBERS
 from engine.kv.block_manager import BlockManager
 from kv_transfer.layout import KvLayout
 from simulate.curves import LinearCurve, StepCurve
+from simulate.links import DirectService, DirectStreams
 from simulate.model import END_TOKEN, KvPages
 from simulate.network import Host, Network
 from simulate.ranks import Clockwork, SimulatedRanks
+from simulate.runs import NoPages, RunPipeline, RunRanks
 from simulate.virtual_loop import VirtualLoop
 from simulate.watched_pages import WatchedPages
 from simulate.wire import Nic, WireSpec
@@ -32,8 +34,11 @@ from worker.handoff_connection import HandoffConnection, HandoffContext
 from worker.handoff_metrics import HandoffMetrics
 from worker.handoff_streams import HandoffStreams, Handshake
 from worker.service import SpeakingLoop, WorkerService
+from worker.step_pipeline import StepPipeline
 from worker.steps import StepLog
 
+WHOLE_PROMPT = 65_536
+"""Tokens of a chunk in the fast fidelity, in which a prompt's last step is handed over in one piece."""
 REVISION = "simulated"
 """Names the weights of every simulated worker."""
 TRANSPORT = "gloo"
@@ -60,6 +65,7 @@ class WorkerSpec:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_model_len: int = 32_768
+    enable_prefix_cache: bool = True
     num_layers: int = 4
     """Parts in which a prompt's last step may be handed over while it runs."""
     kv_bytes_per_token: float = 131_072.0
@@ -80,6 +86,11 @@ class SimulatedCluster(Clockwork, Protocol):
     def network(self) -> Network: ...
     @property
     def is_watched(self) -> bool: ...
+    @property
+    def is_fast(self) -> bool:
+        """Whether it is of the fast fidelity."""
+        ...
+
     def fresh_name(self) -> str: ...
 
 
@@ -116,12 +127,16 @@ class SimulatedWorker:
         slo: SloSection,
         incarnation: str,
     ) -> None:
+        if cluster.is_fast:
+            transfer = replace(transfer, chunk_tokens=WHOLE_PROMPT)
         self.spec = spec
         self.incarnation = incarnation
         self._cluster = cluster
         self._is_due = False
         self.is_dead = False
         self._hangs_until = 0.0
+        self._heartbeat: asyncio.Task[None] | None = None
+        """None in the fast fidelity, in which nobody falls silent."""
         loop = cluster.loop
         speaking = SimulatedSpeakingLoop(loop)
         timing = FailureTimeouts(transfer.heartbeat_s, transfer.suspect_after_s, transfer.dead_after_s)
@@ -130,20 +145,11 @@ class SimulatedWorker:
         num_blocks = spec.kv_tokens // spec.block_size
         pages, blocks = self._make_pool(num_blocks)
         self.nic = Nic(spec.wire)
-        self.ranks = SimulatedRanks(
-            cluster,
-            spec.worker_id,
-            pages,
-            spec.curve,
-            self.nic,
-            spec.kv_bytes_per_token,
-            spec.command_s,
-            inbox.post,
-        )
-        streams = HandoffStreams(self._handshake(transfer), timing, open_channel=self.host.channel)
+        self.ranks = self._make_ranks(pages, inbox)
+        streams = self._make_streams(self._handshake(transfer), timing)
         context = HandoffContext(
             inbox.post,
-            speaking.post,
+            _at_once if cluster.is_fast else speaking.post,
             self.ranks.issue,
             timing,
             HandoffMetrics(),
@@ -160,17 +166,34 @@ class SimulatedWorker:
             _settings_of(spec, transfer, slo),
             max_model_len=spec.max_model_len,
             vocab_size=END_TOKEN + 1,
-            num_layers=spec.num_layers,
+            num_layers=self.ranks.pages.num_layers,
             step_log=StepLog(None),
             overlaps=spec.overlaps,
             clock=loop.time,
+            pipeline=RunPipeline if cluster.is_fast else StepPipeline,
         )
-        self._service = WorkerService(speaking, self.core, streams, self._info(num_blocks), timing)
-        self.host.serve(self._service)
-        self._heartbeat: asyncio.Task[None] = loop.create_task(self._service.heartbeat())
-
+        info = self._info(num_blocks)
+        if isinstance(streams, DirectStreams):
+            self.host.serve(DirectService(self.core, streams, info))
+        else:
+            self._service = WorkerService(speaking, self.core, streams, info, timing)
+            self.host.serve(self._service)
+            self._begin_heartbeat()
         if cluster.is_watched:
             loop.call_later(PROBE_S, self._probe)
+
+    def _make_streams(self, handshake: Handshake, timing: FailureTimeouts) -> HandoffStreams:
+        if self._cluster.is_fast:
+            return DirectStreams(self._cluster.network, handshake, timing)
+        return HandoffStreams(handshake, timing, open_channel=self.host.channel)
+
+    def _make_ranks(self, pages: KvPages, inbox: Inbox) -> SimulatedRanks:
+        spec, cluster = self.spec, self._cluster
+        of_wire = spec.curve, self.nic, spec.kv_bytes_per_token, spec.command_s, inbox.post
+        if cluster.is_fast:
+            offer_s = spec.command_s + 2 * cluster.network.latency_s + spec.wire.latency_s
+            return RunRanks(cluster, spec.worker_id, pages, *of_wire, spec.num_layers, offer_s)
+        return SimulatedRanks(cluster, spec.worker_id, pages, *of_wire)
 
     @property
     def address(self) -> str:
@@ -179,7 +202,7 @@ class SimulatedWorker:
     def die(self) -> None:
         """Nothing of it runs any more."""
         self.is_dead = True
-        self._heartbeat.cancel()
+        self._end_heartbeat()
         self.ranks.die()
         self.host.close()
 
@@ -193,13 +216,20 @@ class SimulatedWorker:
         """The whole process stands still for so long; what its device has begun goes on."""
         self.hang(seconds)
         self._cluster.network.stop(self.address, seconds)
-        self._heartbeat.cancel()
+        self._end_heartbeat()
         self._cluster.loop.call_later(seconds, self._resume)
 
     def _resume(self) -> None:
         if not self.is_dead:
+            self._end_heartbeat()
+            self._begin_heartbeat()
+
+    def _begin_heartbeat(self) -> None:
+        self._heartbeat = self._cluster.loop.create_task(self._service.heartbeat())
+
+    def _end_heartbeat(self) -> None:
+        if self._heartbeat is not None:
             self._heartbeat.cancel()
-            self._heartbeat = self._cluster.loop.create_task(self._service.heartbeat())
 
     def check_idle(self) -> None:
         """Raises AssertionError unless nothing is held and no operation is under way."""
@@ -238,20 +268,26 @@ class SimulatedWorker:
         assert not has_ended and self.ranks.num_steps == num_steps, f"{self.spec.worker_id} slept, and had work to do"
 
     def _dial(self, streams: HandoffStreams, connection: HandoffConnection, address: str, incarnation: str) -> None:
-        self._cluster.loop.call_soon(streams.dial, connection, address, incarnation)
+        if isinstance(streams, DirectStreams):
+            streams.dial(connection, address, incarnation)
+        else:
+            self._cluster.loop.call_soon(streams.dial, connection, address, incarnation)
 
     def _make_pool(self, num_blocks: int) -> tuple[KvPages, BlockManager]:
         spec = self.spec
         if self._cluster.is_watched:
             watched = WatchedPages(num_blocks, spec.block_size, spec.num_layers)
             return watched, watched.blocks
-        return KvPages(num_blocks, spec.block_size, spec.num_layers), BlockManager(num_blocks, spec.block_size)
+        blocks = BlockManager(num_blocks, spec.block_size, spec.enable_prefix_cache)
+        if self._cluster.is_fast:
+            return NoPages(spec.block_size), blocks
+        return KvPages(num_blocks, spec.block_size, spec.num_layers), blocks
 
     # What others learn of it
 
     def _handshake(self, transfer: TransferSection) -> Handshake:
         spec = self.spec
-        layout = KvLayout(spec.num_layers, 1, 1, "bfloat16", 1, spec.block_size, REVISION)
+        layout = KvLayout(self.ranks.pages.num_layers, 1, 1, "bfloat16", 1, spec.block_size, REVISION)
         name = spec.worker_id
         return Handshake(name, self.incarnation, layout, "", (TRANSPORT,), name, transfer)
 
@@ -280,6 +316,12 @@ def _settings_of(spec: WorkerSpec, transfer: TransferSection, slo: SloSection) -
         "kv_cache_tokens": spec.kv_tokens,
         "max_num_batched_tokens": spec.max_num_batched_tokens,
         "max_num_seqs": spec.max_num_seqs,
+        "enable_prefix_cache": spec.enable_prefix_cache,
     }
     settings = WorkerSettings.from_values(worker_id=spec.worker_id, role=spec.role, model_path="", **engine)
     return replace(settings, transfer=transfer, slo=slo)
+
+
+def _at_once(function: Callable[..., object], *arguments: Any) -> None:
+    """Nothing of the speaking loop takes time."""
+    function(*arguments)

@@ -48,6 +48,19 @@ class RequestShape:
         tokens += _tokens(f"{seed} request {number}", self.num_prompt_tokens - len(tokens), vocab)
         return tokens
 
+    def outline(self, number: int) -> tuple[int, ...]:
+        """As many tokens as `prompt`, which say no more than which prompts begin with the same blocks: made in bulk."""
+        parts = [_outline(1, block, self.num_block_tokens) for block in self.blocks]
+        tokens = tuple(token for part in parts for token in part)[: self.num_prompt_tokens]
+        return tokens + _outline(2, number, self.num_prompt_tokens - len(tokens))
+
+
+def _outline(kind: int, number: int, num: int) -> tuple[int, ...]:
+    """Tokens that begin with a number, below 2**45, and go on all alike."""
+    digits = (number >> shift & 0x7FFF for shift in (0, 15, 30))
+    name = tuple(LEAST_TOKEN + token for token in (kind, *digits))
+    return (name + (LEAST_TOKEN,) * (num - len(name)))[:num]
+
 
 def _tokens(name: str, num: int, vocab: int) -> list[int]:
     return random.Random(name).choices(range(LEAST_TOKEN, vocab), k=num)

@@ -16,6 +16,8 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Literal
 
 from cluster.config.schema import RouterSection, SloSection, TransferSection
 from cluster.lifecycle import RequestState
@@ -24,10 +26,12 @@ from cluster.text import ROLE_NUMBERS
 from router.routing.dispatcher import Dispatcher
 from router.routing.fleet import WorkerAddress
 from router.routing.load_tracker import NOTHING, RequestLoad
+from router.routing.worker_client import WorkerClient
 from simulate.api_client import ApiClient
-from simulate.client import RequestOutcome, SimRequest, run_client
+from simulate.client import RequestOutcome, SimRequest, run_client, watch_client
 from simulate.controller import ControllerSpec, SimulatedController, SplitSince, config_of, serve_control
 from simulate.faults import FaultPlan
+from simulate.links import DirectClient, beat
 from simulate.network import Host, Network
 from simulate.ranks import SimulatedPair
 from simulate.router import SimulatedRouter, SimulatedStore
@@ -39,6 +43,7 @@ from simulate.workload import RequestShape
 
 __all__ = ["Cluster", "ClusterSpec", "RunResult", "SimRequest", "WorkerSpec", "WorkerUse"]
 
+Fidelity = Literal["full", "fast"]
 START_S = 1.0
 """The workers have connected by then, and the run begins."""
 SETTLE_S = 2.0
@@ -66,6 +71,9 @@ class ClusterSpec:
     """Routers with their API, and the store that they share; 0: clients read of one dispatcher, in its process."""
     is_watched: bool = False
     """Each read of KV and each token that a worker tells is checked, and that no engine sleeps over its work."""
+    fidelity: Fidelity = "full"
+    """full: every step, every token and every sign of life; fast: steps in which nothing happens are taken in one go,
+    and KV has no content. Faults need the full one."""
 
     @classmethod
     def of_ratio(cls, prefill: int, decode: int, worker: WorkerSpec | None = None, **values: object) -> ClusterSpec:
@@ -136,6 +144,8 @@ class Cluster:
         names = [worker.worker_id for worker in spec.workers]
         if len(set(names)) < len(names) or not any(worker.role == "decode" for worker in spec.workers):
             raise ValueError(f"a cluster needs a decode worker, and a name for each worker, not {', '.join(names)}")
+        if spec.fidelity == "fast" and (faults is not None or spec.num_routers or spec.is_watched):
+            raise ValueError("faults, routers with their API and a watch over tokens need the full fidelity")
         self.spec = spec
         self.seed = seed
         self.random = random.Random(seed)
@@ -187,6 +197,14 @@ class Cluster:
     @property
     def is_watched(self) -> bool:
         return self.spec.is_watched
+
+    @property
+    def is_fast(self) -> bool:
+        return self.spec.fidelity == "fast"
+
+    @property
+    def keeps_trace(self) -> bool:
+        return self._trace is not None
 
     def note(self, what: str) -> None:
         """Adds a line to the trace, if there is one."""
@@ -284,36 +302,46 @@ class Cluster:
         ]
 
     def _new_dispatcher(self, host: Host) -> Dispatcher:
-        rng = random.Random(self.random.random())
-        return self._dispatcher_class(
-            self._settings(), lambda: None, self.loop.time, open_channel=host.channel, rng=rng
+        dispatcher = self._dispatcher_class(
+            self._settings(),
+            lambda: None,
+            self.loop.time,
+            open_channel=host.channel,
+            make_client=partial(DirectClient, self.network) if self.is_fast else WorkerClient,
+            rng=random.Random(self.random.random()),
         )
+        if self.is_fast:
+            beat(self.network, dispatcher.fleet)
+        return dispatcher
 
     async def _bring(self, requests: list[SimRequest]) -> list[RequestOutcome]:
         """Each request in its time; returns when all have ended."""
-        clients: list[asyncio.Task[RequestOutcome]] = []
+        clients: list[asyncio.Future[RequestOutcome]] = []
+        way_s = self.spec.client_s
+        begun_at = START_S - way_s  # what is noted of a client is what it sees, as long after
         for number, request in enumerate(requests):
-            left_s = START_S + request.at_s - self.loop.time()
+            left_s = START_S + request.at_s + way_s - self.loop.time()
             if left_s > 0:
                 await asyncio.sleep(left_s)
-            clients.append(asyncio.create_task(self._client(number, request)))
+            if self.is_fast:
+                clients.append(watch_client(self._dispatcher, number, request, begun_at, self._note_end))
+            else:
+                clients.append(asyncio.create_task(self._client(number, request, begun_at)))
         return list(await asyncio.gather(*clients))
 
-    async def _client(self, number: int, request: SimRequest) -> RequestOutcome:
-        way_s = self.spec.client_s
-        if way_s:
-            await asyncio.sleep(way_s)
-        # It notes when the client sees each token, which is as long after.
-        begun_at = START_S - way_s
+    async def _client(self, number: int, request: SimRequest, begun_at: float) -> RequestOutcome:
         if self.routers:
             outcome = await ApiClient(self, number, request, self.seed, begun_at).run()
         else:
             outcome = await run_client(self._dispatcher, number, request, self.seed, begun_at)
-        self.note(
-            f"request {number} {outcome.state.value} {outcome.reason} tokens {len(outcome.token_ids)} "
-            f"first {outcome.first_token_s} last {outcome.last_token_s} on {outcome.prefill_id} {outcome.decode_id}"
-        )
+        self._note_end(outcome)
         return outcome
+
+    def _note_end(self, outcome: RequestOutcome) -> None:
+        self.note(
+            f"request {outcome.number} {outcome.state.value} {outcome.reason} tokens {outcome.num_tokens} first "
+            f"{outcome.first_token_s} last {outcome.last_token_s} on {outcome.prefill_id} {outcome.decode_id}"
+        )
 
     # Judgement
 
@@ -324,7 +352,10 @@ class Cluster:
         for outcome in outcomes:
             assert outcome.state is not RequestState.QUEUED, f"request {outcome.number} has no end"
             assert outcome.reason not in ("INTERNAL", "INVALID_REQUEST"), f"request {outcome.number}: {outcome.reason}"
-            outcome.check(self.seed)
+            if self.is_fast:
+                outcome.check_length()
+            else:
+                outcome.check(self.seed)
             if self.is_watched:
                 outcome.check_times(self.spec.router.queue_timeout_s)
         for worker in self.workers.values():
@@ -352,7 +383,7 @@ class Cluster:
         return WorkerUse(
             worker.spec.worker_id,
             worker.spec.role,
-            worker.ranks.num_steps,
+            worker.stats.num_steps,
             worker.ranks.busy_s,
             worker.core.decode.num_preemptions,
             worker.stats.kv_bytes_sent,

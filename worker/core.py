@@ -81,8 +81,9 @@ class Core:
         crash_record: CrashRecord | None = None,
         overlaps: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        pipeline: type[StepPipeline] = StepPipeline,
     ) -> None:
-        """`overlaps`: a step is launched before the tokens of the one before it are read."""
+        """`overlaps`: a step is launched before the tokens of the one before it are read. `pipeline` runs the steps."""
         self.inbox = inbox
         self.blocks = blocks
         self._vocab_size = vocab_size
@@ -110,7 +111,7 @@ class Core:
             max_pairs=settings.transfer.max_pairs,
             answer_timeout_s=2 * settings.transfer.timeout_s,
         )
-        self._steps = StepPipeline(
+        self._steps = pipeline(
             ranks,
             blocks,
             self.prefill,
@@ -219,7 +220,7 @@ class Core:
 
     def _flush(self, is_idle: bool) -> None:
         now = self._clock()
-        if is_idle or now >= self._stats_due:
+        if now >= self._stats_due or (is_idle and self._steps.is_idle):
             stats = self._measure()
             if stats != self._sent_stats:
                 self._sent_stats.CopyFrom(stats)

@@ -86,6 +86,11 @@ class DecodeRole:
     def num_preemptions(self) -> int:
         return self._scheduler.num_preemptions
 
+    @property
+    def running(self) -> Seq[Sequence]:
+        """The sequences of the batch, in their order."""
+        return self._scheduler.running
+
     def admit(self, request: Request, expect_handoff: bool, aborted: Iterable[int] = ()) -> None:
         """The router gave this worker a request, whose KV arrives from a prefill worker or is computed here."""
         if request.key.attempt > 1 and any(key.request_id == request.key.request_id for key in self._tasks):
@@ -183,6 +188,11 @@ class DecodeRole:
                 scheduled.sequence.count_ahead(scheduled.num_tokens, row)
         return self._scheduler.can_plan_ahead()
 
+    def provide(self, num_steps: int) -> bool:
+        """Gives the batch the blocks of so many decode steps at once. False, and nothing done, where it would have to
+        wait for some."""
+        return self._scheduler.provide(num_steps)
+
     def copied(self, copies: BlockCopies) -> None:
         self._scheduler.copied(copies)
 
@@ -227,6 +237,26 @@ class DecodeRole:
             is_over = child.index in task.aborted or finish is not None
             if child.index in task.live and is_over:
                 self._end_sequence(task, child)
+
+    def process_run(self, sequence: Sequence, token_ids: Seq[int], num_reported: int, *, is_due: bool) -> int:
+        """Several decode steps have run in one go, and led to these tokens. Output from `num_reported` on is reported
+        where that `is_due`, or the last token ends the sequence.
+
+        Returns how much of the output is reported; 0: the sequence is over.
+        """
+        if not self._is_live(sequence):
+            return 0
+        before = sequence.num_computed_tokens
+        sequence.num_computed_tokens += len(token_ids)
+        sequence.output_token_ids.extend(token_ids)
+        publish_blocks(sequence, self._blocks, before)
+        has_ended = check_finish(sequence.request.params, sequence.output_token_ids) is not None
+        if is_due or has_ended:
+            self._reporter.emit_output(sequence, num_reported)
+            num_reported = len(sequence.output_token_ids)
+        if has_ended:
+            self._end_sequence(self._tasks[sequence.request.key], sequence)
+        return 0 if has_ended else num_reported
 
     def check_idle(self) -> None:
         """Raises AssertionError unless nothing is held."""

@@ -139,6 +139,8 @@ class HandoffConnection:
         self._is_greeted = False
         self._detector = FailureDetector(context.timing)
         self._queue: asyncio.Queue[HandoffMessage | None] = asyncio.Queue()
+        self.enqueue: Callable[[HandoffMessage | None], None] = self._queue.put_nowait
+        """Takes what this side sends, and None at the end; a simulation has something else carry it."""
         self._quiet_s = 0.0
 
     @property
@@ -155,9 +157,6 @@ class HandoffConnection:
         return self._state in (ConnectionState.CLOSING, ConnectionState.CLOSED)
 
     # On the speaking loop: the stream
-
-    def enqueue(self, message: HandoffMessage) -> None:
-        self._queue.put_nowait(message)
 
     async def outbound(self) -> AsyncIterator[HandoffMessage]:
         """Messages to the peer, numbered, until the stream ends."""
@@ -224,7 +223,7 @@ class HandoffConnection:
         if self.ended:
             return
         self.ended = why
-        self._queue.put_nowait(None)
+        self.enqueue(None)
         task, self.task = self.task, None  # a cancelled task holds its frames, and those its connection
         if task is not None:
             task.cancel()

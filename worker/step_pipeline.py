@@ -209,7 +209,7 @@ class StepPipeline:
             self._reporter.flush()
         if self._crash_record is not None:
             self._crash_record.step_begins(p.sequence.request.key.request_id for p in scheduled)
-        size = _size_of(scheduled) if self._step_clock.wants(has_prompt) else None
+        size = size_of_shares(scheduled) if self._step_clock.wants(has_prompt) else None
         self._step_clock.begins(self._clock(), size)
         launched = self._ranks.launch(step, lambda: [row for p in ends for row in p.sequence.sample_rows()])
         return Flight(number, launched, decoding, prefilling, ends, num_scored, preempted, copies)
@@ -275,7 +275,7 @@ def _ask_ahead(ends: list[ScheduledSequence]) -> None:
         sequence.request.params.constraint.flush()
 
 
-def _size_of(scheduled: list[ScheduledSequence]) -> StepSize:
+def size_of_shares(scheduled: list[ScheduledSequence]) -> StepSize:
     """One token of a sequence is its next one; more are a prompt's, or computed like those."""
     held = [p.sequence.num_computed_tokens + 1 for p in scheduled if p.num_tokens == 1]
     size = StepSize(num_sequences=len(held), num_kv_tokens=sum(held))

@@ -30,7 +30,7 @@ from router.observe.counters import Counters
 from router.queue.admission import AdmissionRequest
 from router.queue.waiting_queue import WaitingQueue
 from router.routing.demand import DemandWindow
-from router.routing.fleet import Fleet, WorkerAddress
+from router.routing.fleet import Fleet, MakeClient, WorkerAddress
 from router.routing.load_tracker import Charge
 from router.routing.lost_workers import RequestRecovery
 from router.routing.migration import MOST_ROOMS, DecodeRoom, choose_moves, residents_of, why_emptied
@@ -62,9 +62,10 @@ class Dispatcher:
         clock: Callable[[], float] = time.monotonic,
         *,
         open_channel: rpc.OpenChannel = rpc.create_channel,
+        make_client: MakeClient = WorkerClient,
         rng: random.Random | None = None,
     ) -> None:
-        """`open_channel` leads to workers; `rng` gives all that is drawn at random."""
+        """`open_channel` and `make_client` lead to workers; `rng` gives all that is drawn at random."""
         self.clock = clock
         self.counters = Counters()
         self.observers: list[RequestObserver] = []
@@ -80,6 +81,7 @@ class Dispatcher:
             dead_after_s,
             needs_prefill=settings.needs_prefill,
             open_channel=open_channel,
+            make_client=make_client,
             rng=self.context.rng,
         )
         self.context.loads.on_change = self.fleet.on_load

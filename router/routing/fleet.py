@@ -24,6 +24,10 @@ PREFILL = worker_pb2.ROLE_PREFILL
 DECODE = worker_pb2.ROLE_DECODE
 
 
+MakeClient = Callable[..., WorkerClient]
+"""Makes the client of a worker (`WorkerClient`), or one that is simulated."""
+
+
 @dataclass(frozen=True)
 class WorkerAddress:
     """A worker's address, and the role of its new work."""
@@ -55,6 +59,7 @@ class Fleet:
         *,
         needs_prefill: bool = True,
         open_channel: rpc.OpenChannel = rpc.create_channel,
+        make_client: MakeClient = WorkerClient,
         rng: random.Random | None = None,
     ) -> None:
         self.tls: ClientTls | None = None
@@ -66,6 +71,7 @@ class Fleet:
         """A request has run on this router."""
         self._callbacks = callbacks
         self._open_channel = open_channel
+        self._make_client = make_client
         self._rng = rng
         self._dead_after_s = dead_after_s
         self._holders = Holders()
@@ -189,7 +195,7 @@ class Fleet:
                 worker.role, worker.is_draining = address.role, address.is_draining
         for address in wanted.values():
             if address.worker_id not in self._workers:
-                worker = WorkerClient(
+                worker = self._make_client(
                     address.worker_id,
                     address.address,
                     address.role,

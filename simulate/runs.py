@@ -1,0 +1,308 @@
+"""Steps of the fast fidelity: those of a worker in which nothing begins, ends or arrives are taken in one go.
+
+    plan -> a run of steps that are alike -> cut, where something arrives that the next step has to do with -> processed
+
+The roles, their schedulers and the block manager are the real ones: they plan the first step of a run as every step,
+and get the tokens of all its steps at once. No KV and no token has any content. Blocks that the run needs are
+allocated where it begins; where they do not all fit, steps are taken one by one. Outputs are reported at their first
+token and their last, and a few times a second between.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from cluster.pb import rank_pb2
+from cluster.settings import WorkerSettings
+from cluster.step_cost import StepSize
+from decode_worker.scheduler import BlockCopies
+from engine.kv.block_manager import BlockManager
+from engine.sampling.params import SampledToken
+from engine.sequence import ScheduledSequence
+from engine.sequence import Sequence as Output
+from engine.step_budget import StepBudget
+from prefill_worker.sender import MIN_LAYERED_TOKENS
+from simulate.curves import StepCurve
+from simulate.model import END_TOKEN, KvPages, StateArray, output_length
+from simulate.ranks import Clockwork, SimulatedRanks, do_nothing
+from simulate.virtual_loop import ScheduledCall
+from simulate.wire import Nic
+from simulate.workload import LEAST_TOKEN
+from worker.decode_role import DecodeRole
+from worker.prefill_role import PrefillRole
+from worker.step_pipeline import StepPipeline, size_of_shares
+
+LONGEST_S = 0.25
+"""A run takes no longer, and outputs are reported as often: routers take a worker that sends no token for a second for
+stalled."""
+TOKEN = LEAST_TOKEN
+"""Every token of an output but its end."""
+_NO_STATES: StateArray = np.zeros(0, dtype=np.uint64)
+
+
+class NoPages(KvPages):
+    """A pool whose pages have no content, in one piece of all layers."""
+
+    def __init__(self, block_size: int) -> None:
+        super().__init__(0, block_size, 1)
+
+    def read(self, block_table: Sequence[int], start: int, end: int) -> StateArray:
+        return _NO_STATES
+
+    def land(self, block_table: Sequence[int], start: int, states: StateArray, layers: tuple[int, int]) -> None:
+        """Changes nothing."""
+
+
+class StepRun:
+    """Steps of the same sequences, each with one token more of them than the one before it."""
+
+    __slots__ = ("begun_at", "first_s", "growth_s", "is_done", "num_steps", "timer")
+
+    def __init__(self, begun_at: float, first_s: float, growth_s: float, num_steps: int) -> None:
+        """Each step takes `growth_s` longer than the one before it."""
+        self.begun_at = begun_at
+        self.first_s = first_s
+        self.growth_s = growth_s
+        self.num_steps = num_steps
+        self.is_done = False
+        self.timer: ScheduledCall | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.end_of(self.num_steps) - self.begun_at
+
+    def end_of(self, step: int) -> float:
+        """When a step ends, counted from 1."""
+        return self.begun_at + step * self.first_s + self.growth_s * (step * (step - 1) / 2)
+
+    def cut(self, now: float) -> bool:
+        """Ends it with the step that is under way; False: it does in any case."""
+        under_way = 1 + bisect_left(range(1, self.num_steps), now, key=self.end_of)
+        is_shorter = under_way < self.num_steps
+        self.num_steps = under_way
+        return is_shorter
+
+
+class RunRanks(SimulatedRanks):
+    """Ranks that take steps in runs, and hand a prompt over in one chunk of all layers.
+
+    That chunk sets off when the first of `num_parts` parts is computed, and lands no earlier than if each part had
+    travelled while the next one was computed.
+    """
+
+    def __init__(
+        self,
+        world: Clockwork,
+        name: str,
+        pages: KvPages,
+        curve: StepCurve,
+        nic: Nic,
+        kv_bytes_per_token: float,
+        command_s: float,
+        post: Callable[..., None],
+        num_parts: int = 1,
+        offer_s: float = 0.0,
+    ) -> None:
+        """`offer_s`: seconds from a chunk's gather to its transfer."""
+        super().__init__(world, name, pages, curve, nic, kv_bytes_per_token, command_s, post)
+        self._num_parts = num_parts
+        self._offer_s = offer_s
+        self._run: StepRun | None = None
+
+    def run_of(self, size: StepSize, most_steps: int) -> StepRun:
+        """A run of as many steps, or as take `LONGEST_S`; `size` is the first one's."""
+        first_s = last_s = self._curve.seconds(size) * self.slowdown
+        num_steps = max(1, min(most_steps, int(LONGEST_S / first_s) if first_s > 0 else most_steps))
+        if num_steps > 1:
+            more = StepSize(num_kv_tokens=(num_steps - 1) * size.num_sequences)
+            last_s = self._curve.seconds(size + more) * self.slowdown
+        return StepRun(self._world.loop.time(), first_s, (last_s - first_s) / max(1, num_steps - 1), num_steps)
+
+    def begin(self, run: StepRun, size: StepSize) -> None:
+        """Sets a run off. Like a step, it has one number."""
+        self.num_steps += 1
+        if self._world.keeps_trace:
+            self._world.note(f"{self._name} run {self.num_steps}: {run.num_steps} of {size}")
+        self._run = run
+        self._time(run)
+        self._gather_waiting()
+
+    def cut(self, run: StepRun) -> None:
+        """Something has arrived that the next step has to do with."""
+        if run.cut(self._world.loop.time()):
+            assert run.timer is not None
+            run.timer.cancel()
+            self._time(run)
+
+    def _time(self, run: StepRun) -> None:
+        run.timer = self._world.loop.call_at(run.end_of(run.num_steps), self._end_run, run)
+
+    def _end_run(self, run: StepRun) -> None:
+        if not self._is_dead:
+            run.is_done = True
+            self.busy_s += run.seconds
+            self._num_done += 1
+            self._post(do_nothing)
+
+    # The hand-off of a prompt whose last step is under way
+
+    def _written_at(self, what: rank_pb2.ChunkPages) -> float:
+        run = self._run
+        assert run is not None, "a chunk is of a step, and there was none"
+        is_short = what.chunk.token_end - what.chunk.token_start < MIN_LAYERED_TOKENS
+        return run.begun_at + run.seconds / (1 if is_short else self._num_parts)
+
+    def _complete_at(self, what: rank_pb2.ChunkPages, size_bytes: int) -> float:
+        if self._run is None or what.after_step <= self._num_done:
+            return 0.0
+        end = self._run.begun_at + self._run.seconds
+        return end + self._offer_s + size_bytes / self._num_parts / self._nic.spec.bytes_per_s
+
+
+@dataclass
+class _Flight:
+    """A run that was launched, and what it was planned from."""
+
+    number: int
+    run: StepRun
+    size: StepSize
+    going_on: list[Output]
+    """Sequences that get a token in each step."""
+    others: list[ScheduledSequence]
+    """Other shares of decode, of which there are none in a run of several steps."""
+    prefilling: list[ScheduledSequence]
+    ends: set[int]
+    """Identities of the shares that lead to a token."""
+    copies: BlockCopies
+    waiting: tuple[int, ...]
+
+
+class RunPipeline(StepPipeline):
+    """Takes the steps of a worker in runs; its ranks are `RunRanks`."""
+
+    _ranks: RunRanks
+
+    def __init__(
+        self, ranks: Any, blocks: BlockManager, prefill: PrefillRole, decode: DecodeRole, *rest: Any, **more: Any
+    ) -> None:
+        super().__init__(ranks, blocks, prefill, decode, *rest, **more)
+        self._under_way: _Flight | None = None
+        self._told: dict[Output, int] = {}
+        """Tokens of the outputs of running sequences that are reported."""
+        self._tell_due = 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        return self._under_way is None
+
+    def advance(self, settings: WorkerSettings) -> bool:
+        """As the pipeline's, but that the next run is launched at once: then nothing is left to do."""
+        flight = self._under_way
+        if flight is not None and not flight.run.is_done:
+            if flight.run.num_steps > 1 and self._has_changed(flight):
+                self._ranks.cut(flight.run)
+            return False
+        if flight is not None:
+            self._under_way = None
+            self._end(flight)
+        self._under_way = self._begin(settings)
+        return False
+
+    def _has_changed(self, flight: _Flight) -> bool:
+        """Whether the next step would not be like those of the run."""
+        return self._waiting != flight.waiting or flight.going_on != self._decode.running
+
+    @property
+    def _waiting(self) -> tuple[int, ...]:
+        return self._decode.num_waiting, self._prefill.num_waiting, self._prefill.num_running
+
+    def _begin(self, settings: WorkerSettings) -> _Flight | None:
+        """Plans a step and sets it off, and those like it; None when there is nothing to run."""
+        number = self._ranks.num_steps + 1
+        budget = StepBudget(settings.engine.max_num_batched_tokens, settings.slo.tpot_s, lambda: self._step_clock.cost)
+        decoding, preempted, copies = self._decode.plan(budget)
+        prefilling = self._prefill.plan(budget, number - 1)
+        for sequence in preempted:
+            self._tell(sequence)
+        scheduled = decoding + prefilling
+        if not scheduled:
+            self._decode.copied(copies)
+            return None
+        for p in prefilling:
+            self._prefill.step_launching(p, number)
+        self._blocks.begin_step()
+        if self._reporter.is_pressing:
+            self._reporter.flush()
+        going_on = [p.sequence for p in decoding if p.num_tokens == 1 and not p.sequence.is_fresh]
+        others = [p for p in decoding if p.num_tokens > 1 or p.sequence.is_fresh]
+        size = size_of_shares(scheduled)
+        is_alike = len(going_on) == len(scheduled) and not copies
+        run = self._ranks.run_of(size, min(map(_num_left, going_on)) if is_alike else 1)
+        if run.num_steps > 1 and not self._decode.provide(run.num_steps):
+            run.num_steps = 1
+        self._ranks.begin(run, size)
+        ends = {id(p) for p in (*others, *prefilling) if p.num_tokens == p.sequence.num_remaining}
+        waiting = self._waiting if run.num_steps > 1 else ()
+        return _Flight(number, run, size, going_on, others, prefilling, ends, copies, waiting)
+
+    def _end(self, flight: _Flight) -> None:
+        """Hands the roles what the run has led to."""
+        run, now = flight.run, self._clock()
+        self._blocks.end_step()
+        self._handoffs.step_ended(flight.number)
+        self._decode.copied(flight.copies)
+        self._learn(run, flight.size)
+        self._stats.num_steps += run.num_steps
+        self._stats.num_decode_tokens += run.num_steps * len(flight.going_on)
+        self._stats.num_prefill_tokens += flight.size.num_prompt_tokens
+        self._go_on(flight.going_on, run.num_steps, is_due=now >= self._tell_due)
+        for p in flight.others:
+            self._tell(p.sequence)
+            self._decode.process_output(p, _sampled(p.sequence, id(p) in flight.ends))
+        for p in flight.prefilling:
+            self._prefill.process_output(p, _sampled(p.sequence, id(p) in flight.ends), flight.number)
+
+    def _learn(self, run: StepRun, size: StepSize) -> None:
+        for step in range(run.num_steps):
+            if self._step_clock.wants(bool(size.num_prompt_tokens)):
+                num_more = step * size.num_sequences
+                own = replace(size, num_kv_tokens=size.num_kv_tokens + num_more) if num_more else size
+                self._step_clock.note(own, run.first_s + step * run.growth_s)
+
+    def _go_on(self, sequences: list[Output], num_steps: int, *, is_due: bool) -> None:
+        told, tokens = self._told, [TOKEN] * num_steps
+        for sequence in sequences:
+            num_told = told.pop(sequence, None) or len(sequence.output_token_ids)
+            own = tokens
+            if sequence.request.params.stop_token_ids and _num_left(sequence) == num_steps:
+                own = [*tokens[:-1], END_TOKEN]
+            num_told = self._decode.process_run(sequence, own, num_told, is_due=is_due)
+            if num_told:
+                told[sequence] = num_told
+        if is_due:
+            self._tell_due = self._clock() + LONGEST_S
+            self._told = {sequence: told[sequence] for sequence in sequences if sequence in told}
+
+    def _tell(self, sequence: Output) -> None:
+        """Reports what has not been of a sequence that stops getting a token in each step."""
+        num_told = self._told.pop(sequence, None)
+        if num_told is not None and num_told < len(sequence.output_token_ids):
+            self._reporter.emit_output(sequence, num_told)
+
+
+def _num_left(sequence: Output) -> int:
+    """Tokens that a sequence still gets."""
+    return max(1, output_length(sequence.request.params) - len(sequence.output_token_ids))
+
+
+def _sampled(sequence: Output, is_end: bool) -> list[SampledToken]:
+    """The token that a share leads to, if it does."""
+    if not is_end:
+        return []
+    ends_here = sequence.request.params.stop_token_ids and _num_left(sequence) == 1
+    return [SampledToken(END_TOKEN if ends_here else TOKEN)]
