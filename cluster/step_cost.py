@@ -35,6 +35,8 @@ class StepSize:
         return cls(num_tokens, _num_attended(num_tokens, num_before))
 
     def __add__(self, other: StepSize) -> StepSize:
+        if other is NO_STEP:
+            return self
         return StepSize(
             self.num_prompt_tokens + other.num_prompt_tokens,
             self.num_attended + other.num_attended,
@@ -43,6 +45,8 @@ class StepSize:
         )
 
     def __sub__(self, other: StepSize) -> StepSize:
+        if other is NO_STEP:
+            return self
         return StepSize(
             self.num_prompt_tokens - other.num_prompt_tokens,
             self.num_attended - other.num_attended,

@@ -206,6 +206,8 @@ def is_decode(step: StepInput) -> bool:
 
 def size_of(step: StepInput) -> StepSize:
     """The work of a step: one token of a sequence is its next one, more are a prompt's."""
+    if len(step.token_ids) == len(step.seqlens_k):
+        return StepSize(num_sequences=len(step.seqlens_k), num_kv_tokens=int(step.seqlens_k.sum()))
     num_new = np.diff(step.cu_seqlens_q)
     ends = step.seqlens_k.astype(np.int64)
     is_next = num_new == 1
