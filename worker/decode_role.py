@@ -239,19 +239,18 @@ class DecodeRole:
                 self._end_sequence(task, child)
 
     def process_run(self, sequence: Sequence, token_ids: Seq[int], num_reported: int, *, is_due: bool) -> int:
-        """Several decode steps have run in one go, and led to these tokens. Output from `num_reported` on is reported
-        where that `is_due`, or the last token ends the sequence.
+        """Several decode steps have run in one go, and led to these tokens. Output from `num_reported` on is reported,
+        and full blocks become findable, where that `is_due`, or the last token ends the sequence.
 
         Returns how much of the output is reported; 0: the sequence is over.
         """
         if not self._is_live(sequence):
             return 0
-        before = sequence.num_computed_tokens
         sequence.num_computed_tokens += len(token_ids)
         sequence.output_token_ids.extend(token_ids)
-        publish_blocks(sequence, self._blocks, before)
         has_ended = check_finish(sequence.request.params, sequence.output_token_ids) is not None
         if is_due or has_ended:
+            publish_blocks(sequence, self._blocks, 0)
             self._reporter.emit_output(sequence, num_reported)
             num_reported = len(sequence.output_token_ids)
         if has_ended:
