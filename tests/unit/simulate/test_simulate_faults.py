@@ -23,13 +23,14 @@ from simulate.worker import SimulatedWorker
 from simulate.workload import RequestShape
 from simulate.world import Cluster, ClusterSpec
 
-SEEDS = 20
+SEEDS = range(5, 25)
+"""Every kind of fault takes effect in some of them."""
 
 
 def test_whatever_befalls_a_cluster_every_request_ends_and_nothing_stays_held() -> None:
     faults: Counter[str] = Counter()
     ends: Counter[RequestState] = Counter()
-    for seed in range(SEEDS):
+    for seed in SEEDS:
         result = Scenario.of(seed).run()
         faults.update(result.num_faults)
         ends.update(outcome.state for outcome in result.outcomes)
