@@ -60,7 +60,7 @@ class RunReport:
     def of(cls, result: RunResult, slo: SloSection) -> RunReport:
         duration_s, objectives = max(result.duration_s, 1e-9), Objectives.of(slo)
         finished = [outcome for outcome in result.outcomes if outcome.is_finished]
-        num_kept = sum(_is_kept(outcome, objectives) for outcome in finished)
+        num_kept = sum(is_kept(outcome, objectives) for outcome in finished)
         roles = sorted({worker.role for worker in result.workers})
         return cls(
             num_requests=len(result.outcomes),
@@ -111,7 +111,8 @@ def _plain(value: object) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _is_kept(outcome: RequestOutcome, objectives: Objectives) -> bool:
+def is_kept(outcome: RequestOutcome, objectives: Objectives) -> bool:
+    """Whether a request that finished was in time."""
     if outcome.first_token_s is None or outcome.last_token_s is None:
         return False
     at_s = outcome.request.at_s

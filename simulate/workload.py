@@ -1,8 +1,8 @@
 """Loads: when requests come and how long they are, of a trace or generated. The same seed makes the same load.
 
 A load is a list of `RequestShape`, by time. It is made in three steps: shapes (`read_trace`, `random_shapes`), their
-times (`at_rate`, `over_a_day`; a trace has its own), and `scaled` or `until`. Prompts are token ids: those of equal
-blocks are equal, so a load shares prefixes as its trace did. Knows no client and no cluster.
+times (`at_rate`, `over_a_day`; a trace has its own), and `scaled`, `at_mean_rate` or `until`. Prompts are token ids:
+those of equal blocks are equal, so a load shares prefixes as its trace did. Knows no client and no cluster.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ _BLOCK_TOKENS = 512
 """Tokens of one block of the Mooncake traces."""
 _Z90 = 1.2815515655446004
 """The 90th percentile of the standard normal distribution."""
+_APART_S = 2.0
 Lengths = Callable[[random.Random], tuple[int, int]]
 """Draws the tokens of a prompt and of its output."""
 
@@ -225,6 +226,19 @@ def _scaled(shape: RequestShape, speed: float, length_share: float, most_tokens:
         num_prompt = min(num_prompt, most_tokens - num_output)
     num_block_tokens = max(1, round(shape.num_block_tokens * length_share)) if shape.blocks else 0
     return RequestShape(shape.at / speed, num_prompt, num_output, shape.blocks, num_block_tokens)
+
+
+def at_mean_rate(shapes: Sequence[RequestShape], rate: float, seed: int) -> list[RequestShape]:
+    """`rate` requests a second on the mean, with the ups and downs of `shapes`: each is left out, or comes as often as
+    that takes, the second time within `_APART_S` of its own."""
+    draw = random.Random(f"{seed} repetitions")
+    times = rate * shapes[-1].at / len(shapes)
+    repeated = [
+        replace(shape, at=max(0.0, shape.at + (draw.uniform(-_APART_S, _APART_S) if number else 0.0)))
+        for shape in shapes
+        for number in range(int(times) + (draw.random() < times % 1))
+    ]
+    return sorted(repeated, key=lambda shape: shape.at)
 
 
 def until(shapes: Iterable[RequestShape], seconds: float) -> list[RequestShape]:

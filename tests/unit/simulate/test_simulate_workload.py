@@ -6,6 +6,7 @@ import json
 import math
 import random
 import statistics
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from simulate.workload import (
     RequestShape,
     SharedPrefixes,
     arrivals,
+    at_mean_rate,
     at_rate,
     empirical,
     lognormal,
@@ -172,3 +174,15 @@ def test_a_day_has_its_peak_its_trough_and_its_drift() -> None:
     ratios = [statistics.fmean((s.num_prompt_tokens - 50) / s.num_output_tokens for s in some) for some in (high, low)]
     assert ratios[0] / ratios[1] == pytest.approx(3.0, rel=0.03)
     assert shapes == over_a_day(day, uniform(1000, 100), 0, SharedPrefixes(50)) != over_a_day(day, uniform(9, 9), 1)
+
+
+@pytest.mark.parametrize("rate", [0.7, 12.5])
+def test_another_mean_rate_keeps_the_ups_and_downs(rate: float) -> None:
+    quiet = at_rate(random_shapes(400, uniform(100, 10, 0.5), 1), 2.0, 1.0, 1)
+    busy = [replace(shape, at=quiet[-1].at + shape.at / 3) for shape in quiet]
+    shapes = at_mean_rate([*quiet, *busy], rate, seed=1)
+    assert len(shapes) / shapes[-1].at == pytest.approx(rate, rel=0.1)
+    assert all(one.at <= other.at for one, other in pairwise(shapes)) and shapes[0].at >= 0
+    num_quiet = sum(shape.at < quiet[-1].at for shape in shapes)
+    assert num_quiet == pytest.approx(len(shapes) / 2, rel=0.15)
+    assert {shape.num_prompt_tokens for shape in shapes} <= {shape.num_prompt_tokens for shape in quiet}

@@ -1,0 +1,392 @@
+"""Goodput of `mode: auto` over loads that turn, in virtual time: against fixed splits, a threshold rule, and an oracle.
+
+    python benchmarks/rebalance_simulated.py --workers 4 --workers 16 --trace conv.csv --found found.jsonl
+
+Loads are traces, at a rate for that many workers, and three generated days: one whose rate moves, one whose ratio of
+prompts to outputs moves ninefold besides, and one that comes in bursts. All are as long as `--seconds`.
+
+Each runs through one cluster: of queues (`simulate.turning_pools`, the real policy over workers that are simpler than
+Baton's), or with `--full` simulated whole, with the real router, workers and controller. `--found` keeps what has run,
+so that the command can be ended and begun again, or told to run a part (`--only`).
+
+    fixed      the split stays; with many workers those near the best one
+    threshold  a worker goes to the role that is busier than 0.8 from the one that is less busy than 0.5
+    oracle     the split of each window that served most there while it was fixed, where the gain is worth the move
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+if not __package__:
+    # Run by its path: this folder, where a module has the name of a package, is not to be imported from.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.report import telling_failures
+from cluster.config.schema import AutoSection, SloSection
+from cluster.demand import Demand
+from cluster.step_cost import PACE_SHARE, StepCost
+from controller.goodput_model import SplitBounds, WorkerModel, service_of, usual_request
+from controller.rebalance_policy import Reason, RebalanceDecision
+from router.routing.policies.interface import Objectives
+from simulate.client import SimRequest
+from simulate.controller import ControllerSpec, SplitSince, config_of
+from simulate.curves import LinearCurve
+from simulate.report import is_kept
+from simulate.turning_pools import TurningPools
+from simulate.workload import (
+    DayShape,
+    RequestShape,
+    at_mean_rate,
+    lognormal,
+    over_a_day,
+    read_trace,
+    scaled,
+)
+from simulate.world import START_S, Cluster, ClusterSpec, WorkerSpec
+
+COST = StepCost(fixed_s=0.030, prompt_token_s=4e-4, attended_s=1e-8, sequence_s=2e-4, kv_token_s=2e-7)
+"""Of the order of a 70B model on two A100."""
+SLO = SloSection(ttft_ms=3000, tpot_ms=75)
+WORKER = WorkerSpec("", "decode", LinearCurve(COST), kv_tokens=200_000, max_num_seqs=256, max_model_len=16_384)
+MOST_OUTPUT = 4096
+"""What clients say that an output may be at most."""
+RATIO_PERIOD_H = 4
+"""Hours of a day from one highest ratio of prompts to outputs to the next."""
+NUM_WINDOWS = 30
+MOVE_S = 8.0
+"""Seconds of one worker's service that the oracle takes a move to cost."""
+BUSY, IDLE = 0.8, 0.5
+COLUMNS = ["load", "workers", "rate/s", "best fixed", "auto/s", "of best fixed", "of oracle", "threshold", "moves"]
+
+
+class ThresholdRule:
+    """Moves a worker to the role that is busy from one that is not, no sooner than `cooldown_s` after the last move."""
+
+    def __init__(self, slo: SloSection, patience: AutoSection) -> None:
+        self._slo = slo
+        self._cooldown_s = patience.cooldown_s
+        self._moved_at = 0.0
+
+    def decide(
+        self,
+        now: float,
+        demand: Demand,
+        window_s: float,
+        worker: WorkerModel | None,
+        bounds: SplitBounds,
+        num_prefill: int,
+    ) -> RebalanceDecision:
+        usual = None if worker is None else usual_request(demand, worker.costs)
+        wanted = num_prefill
+        if worker is not None and usual is not None and now - self._moved_at >= self._cooldown_s:
+            rate, num_decode = demand.num_arrived / window_s, bounds.num_workers - num_prefill
+            service = service_of(usual, worker, self._slo)
+            prefill, decode = rate * usual.prompt_s / num_prefill, rate / (num_decode * service.mu_decode)
+            wanted += (prefill > BUSY and decode < IDLE) - (decode > BUSY and prefill < IDLE)
+        return _decision(wanted if wanted in bounds.splits else num_prefill, num_prefill, bounds)
+
+    def moved(self, now: float, before: tuple[int, int], after: tuple[int, int]) -> None:
+        self._moved_at = now if before != after else self._moved_at
+
+
+class PlannedSplits:
+    """Moves at instants that are known before. `plan`: each with the prefill workers from then on, ascending."""
+
+    def __init__(self, plan: Sequence[tuple[float, int]], *_: object) -> None:
+        self._plan = plan
+
+    def decide(
+        self,
+        now: float,
+        demand: Demand,
+        window_s: float,
+        worker: WorkerModel | None,
+        bounds: SplitBounds,
+        num_prefill: int,
+    ) -> RebalanceDecision:
+        begun = [split for at, split in self._plan if at <= now - START_S]
+        return _decision(begun[-1] if begun else num_prefill, num_prefill, bounds)
+
+    def moved(self, now: float, before: tuple[int, int], after: tuple[int, int]) -> None:
+        """It has a plan."""
+
+
+def _decision(wanted: int, num_prefill: int, bounds: SplitBounds) -> RebalanceDecision:
+    reason = Reason.BEST if wanted == num_prefill else Reason.MOVES
+    return RebalanceDecision(wanted, bounds.num_workers, reason, f"{reason}: {wanted}:{bounds.num_workers - wanted}")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One way through one load."""
+
+    load: str
+    num_workers: int
+    policy: str
+    """`fixed P`, auto, threshold or oracle."""
+    num_requests: int
+    rate: float
+    kept: float
+    """Share of the requests that were in time."""
+    kept_by_window: list[int]
+    num_moves: int
+    splits: list[tuple[float, int]] = field(default_factory=list)
+    wall_s: float = 0.0
+
+    @property
+    def key(self) -> tuple[str, int, str]:
+        return self.load, self.num_workers, self.policy
+
+
+def work_s(shapes: Sequence[RequestShape]) -> float:
+    """Worker seconds of the mean request: its prompt, and its part of steps as large as the pace allows."""
+    num, most_s = len(shapes), PACE_SHARE * SLO.tpot_s
+    prompt_s = sum(COST.of_prompt(shape.num_prompt_tokens, 0) for shape in shapes) / num
+    outputs = sum(shape.num_output_tokens for shape in shapes) / num
+    kv_tokens = sum(shape.num_prompt_tokens + shape.num_output_tokens / 2 for shape in shapes) / num
+    each_s = COST.sequence_s + COST.kv_token_s * kv_tokens
+    batch = min(WORKER.max_num_seqs, WORKER.kv_tokens / kv_tokens, (most_s - COST.fixed_s) / each_s)
+    return prompt_s + outputs * (COST.fixed_s / batch + each_s)
+
+
+@dataclass(frozen=True)
+class Day:
+    """A generated day: tokens of prompts and outputs, by mean and 90th percentile, and how they and the rate move."""
+
+    prompts: tuple[float, float]
+    outputs: tuple[float, float]
+    ratio_swing: float
+    peak_to_trough: float
+    burstiness: float = 1.0
+
+    def shapes(self, rate: float, seconds: float, most_tokens: int) -> list[RequestShape]:
+        """As long as `seconds`, with what takes hours in a day in proportion."""
+        day = DayShape(
+            rate,
+            seconds,
+            self.peak_to_trough,
+            ratio_swing=self.ratio_swing,
+            ratio_period_s=seconds * RATIO_PERIOD_H / 24,
+            burstiness=self.burstiness,
+        )
+        return over_a_day(day, lognormal(self.prompts, self.outputs, most_tokens // 2), seed=1)
+
+
+DAYS: Mapping[str, Day] = {
+    "day of rates": Day((1000, 2200), (200, 450), ratio_swing=1.5, peak_to_trough=3.0),
+    "day of ratios": Day((700, 1500), (350, 750), ratio_swing=9.0, peak_to_trough=1.5),
+    "day of bursts": Day((700, 1500), (350, 750), ratio_swing=3.0, peak_to_trough=2.0, burstiness=0.25),
+}
+
+
+def busiest(shapes: Sequence[RequestShape], seconds: float) -> float:
+    """Workers that would never idle in the window that a tenth of the windows exceed."""
+    windows: list[list[RequestShape]] = [[] for _ in range(2 * NUM_WINDOWS)]
+    for shape in shapes:
+        windows[min(len(windows) - 1, int(shape.at / seconds * len(windows)))].append(shape)
+    needed = sorted(len(window) * work_s(window) * len(windows) / seconds if window else 0.0 for window in windows)
+    return needed[int(0.9 * len(needed))]
+
+
+def load_of(name: str, num_workers: int, seconds: float, share: float) -> list[RequestShape]:
+    """A day by its name, or a trace by its path, whose busy hours keep `share` of the workers busy all the time."""
+    most = WORKER.max_model_len - WORKER.block_size
+    if name in DAYS:
+        day, rate = DAYS[name], 20_000 / seconds
+        needed = busiest(day.shapes(rate, seconds, most), seconds)
+        return day.shapes(rate * share * num_workers / needed, seconds, most)
+    trace = scaled(read_trace(Path(name)), most_tokens=most)
+    trace = scaled(trace, speed=trace[-1].at / seconds)
+    return at_mean_rate(trace, len(trace) / seconds * share * num_workers / busiest(trace, seconds), 1)
+
+
+def served_fully(spec: ClusterSpec, shapes: Sequence[RequestShape]) -> tuple[list[float], Sequence[SplitSince]]:
+    """When those came that were in time, and how the split changed."""
+    result = Cluster(spec, seed=1).run(SimRequest(shape, max_output_tokens=MOST_OUTPUT) for shape in shapes)
+    objectives = Objectives.of(SLO)
+    kept = [o.request.at_s for o in result.outcomes if o.is_finished and is_kept(o, objectives)]
+    return kept, result.splits
+
+
+def served_by_queues(spec: ClusterSpec, shapes: Sequence[RequestShape]) -> tuple[list[float], Sequence[SplitSince]]:
+    """The same of a cluster of queues."""
+    assert spec.controller is not None
+    config = config_of(spec.controller, spec.workers, spec.router, spec.transfer, spec.slo)
+    pools = TurningPools(WORKER, COST, config, spec.controller.make_policy, MOST_OUTPUT)
+    return [request.shape.at for request in pools.run(shapes) if pools.is_kept(request)], pools.splits
+
+
+class Bench:
+    """Runs what has not run. `found`: where the runs are kept; None: nowhere."""
+
+    def __init__(self, seconds: float, share: float, found: Path | None, auto: AutoSection, *, is_full: bool) -> None:
+        self._seconds = seconds
+        self._share = share
+        self._auto = auto
+        self._serve = served_fully if is_full else served_by_queues
+        self._found = found
+        lines = found.read_text().splitlines() if found is not None and found.exists() else []
+        self.runs = {run.key: run for run in (Run(**json.loads(line)) for line in lines)}
+
+    def fixed(self, load: str, num_workers: int, num_prefill: int) -> Run:
+        return self._run(load, num_workers, f"fixed {num_prefill}", num_prefill, ControllerSpec("fixed"))
+
+    def best_fixed(self, load: str, num_workers: int) -> Run:
+        """With more than 8 workers it is climbed to, in steps that get smaller."""
+        every = range(1, num_workers)
+        if num_workers <= 8:
+            return max((self.fixed(load, num_workers, p) for p in every), key=lambda run: run.kept)
+        at, step = num_workers // 2, num_workers // 4
+        while step:
+            near = [p for p in (at - step, at, at + step) if p in every]
+            best = max(near, key=lambda p: self.fixed(load, num_workers, p).kept)
+            at, step = best, step // 2 if best == at else step
+        return self.fixed(load, num_workers, at)
+
+    def auto(self, load: str, num_workers: int) -> Run:
+        return self._run(load, num_workers, "auto", num_workers // 2, ControllerSpec(auto=self._auto))
+
+    def threshold(self, load: str, num_workers: int) -> Run:
+        return self._run(
+            load, num_workers, "threshold", num_workers // 2, ControllerSpec(auto=self._auto, make_policy=ThresholdRule)
+        )
+
+    def oracle(self, load: str, num_workers: int) -> Run:
+        best = self.best_fixed(load, num_workers)
+        fixed = [run for run in self.runs.values() if run.key[:2] == best.key[:2] and run.policy.startswith("fixed")]
+        plan = plan_of({run.splits[0][1]: run.kept_by_window for run in fixed}, best.rate / num_workers, self._seconds)
+        spec = ControllerSpec(auto=self._auto, make_policy=partial(PlannedSplits, plan))
+        planned = self._run(load, num_workers, "oracle", plan[0][1], spec)
+        return max(planned, best, key=lambda run: run.kept)
+
+    def _run(self, load: str, num_workers: int, policy: str, num_prefill: int, controller: ControllerSpec) -> Run:
+        known = self.runs.get((load, num_workers, policy))
+        if known is not None:
+            return known
+        shapes = load_of(load, num_workers, self._seconds, self._share)
+        spec = ClusterSpec.of_ratio(num_prefill, num_workers - num_prefill, WORKER, slo=SLO, controller=controller)
+        begun = time.perf_counter()
+        kept, splits = self._serve(spec, shapes)
+        windows = [int(at / self._seconds * NUM_WINDOWS) for at in kept]
+        run = Run(
+            load,
+            num_workers,
+            policy,
+            len(shapes),
+            len(shapes) / self._seconds,
+            len(kept) / len(shapes),
+            [windows.count(number) for number in range(NUM_WINDOWS)],
+            sum(one.at_s != other.at_s for one, other in pairwise(splits)),
+            [(split.at_s, split.num_prefill) for split in splits],
+            time.perf_counter() - begun,
+        )
+        self.runs[run.key] = run
+        if self._found is not None:
+            with self._found.open("a") as file:
+                print(json.dumps(asdict(run)), file=file)
+        return run
+
+
+def plan_of(kept: Mapping[int, Sequence[int]], rate: float, seconds: float) -> list[tuple[float, int]]:
+    """The splits by window that keep most, by dynamic programming. `kept`: of each fixed split; `rate`: of one
+    worker."""
+    cost, splits = MOVE_S * rate, sorted(kept)
+    best: dict[int, tuple[float, list[int]]] = {split: (0.0, []) for split in splits}
+    for window in range(NUM_WINDOWS):
+        best = {
+            split: max(
+                (total + kept[split][window] - cost * abs(split - before if way else 0), [*way, split])
+                for before, (total, way) in best.items()
+            )
+            for split in splits
+        }
+    way = max(best.values())[1]
+    turns = [number for number in range(NUM_WINDOWS) if not number or way[number] != way[number - 1]]
+    return [(number * seconds / NUM_WINDOWS, way[number]) for number in turns]
+
+
+def row_of(bench: Bench, load: str, num_workers: int) -> dict[str, Any]:
+    best, auto = bench.best_fixed(load, num_workers), bench.auto(load, num_workers)
+    threshold, oracle = bench.threshold(load, num_workers), bench.oracle(load, num_workers)
+    return {
+        "load": load,
+        "workers": num_workers,
+        "rate": best.rate,
+        "goodput": {run.policy: run.rate * run.kept for run in (best, auto, threshold, oracle)},
+        "best_fixed": best.policy,
+        "auto_of_best_fixed": auto.kept / best.kept if best.kept else 0.0,
+        "auto_of_oracle": auto.kept / oracle.kept if oracle.kept else 0.0,
+        "threshold_of_best_fixed": threshold.kept / best.kept if best.kept else 0.0,
+        "moves": {"auto": auto.num_moves, "threshold": threshold.num_moves, "oracle": oracle.num_moves},
+    }
+
+
+def show(rows: Sequence[Mapping[str, Any]]) -> None:
+    table = Table(title=f"TTFT {SLO.ttft_ms:g} ms, TPOT {SLO.tpot_ms:g} ms; shares are of goodput")
+    for column in COLUMNS:
+        table.add_column(column, justify="right")
+    for row in rows:
+        num_prefill, goodput = int(row["best_fixed"].split()[1]), row["goodput"]
+        table.add_row(
+            Path(row["load"]).stem,
+            str(row["workers"]),
+            f"{row['rate']:.2f}",
+            f"{num_prefill}:{row['workers'] - num_prefill} {goodput[row['best_fixed']]:.2f}",
+            f"{goodput['auto']:.2f}",
+            f"{row['auto_of_best_fixed']:.3f}",
+            f"{row['auto_of_oracle']:.3f}",
+            f"{row['threshold_of_best_fixed']:.3f}",
+            ", ".join(map(str, row["moves"].values())),
+        )
+    Console().print(table)
+
+
+PARTS: Mapping[str, Callable[[Bench, str, int], object]] = {
+    "fixed": Bench.best_fixed,
+    "auto": Bench.auto,
+    "threshold": Bench.threshold,
+    "oracle": Bench.oracle,
+}
+
+
+def main(
+    workers: Annotated[list[int] | None, typer.Option(min=2, help="How many; may be given several times.")] = None,
+    trace: Annotated[list[Path] | None, typer.Option(help="Traces beside the generated days.")] = None,
+    days: Annotated[str, typer.Option(help="Generated days, with commas between them.")] = ",".join(DAYS),
+    seconds: Annotated[float, typer.Option(min=60, help="Length of each load.")] = 3600.0,
+    share: Annotated[float, typer.Option(min=0.05, max=2, help="Of the workers that busy hours keep busy.")] = 0.75,
+    full: Annotated[bool, typer.Option("--full", help="Simulate whole workers and a router.")] = False,
+    only: Annotated[str | None, typer.Option(help="Run this part and print no table.")] = None,
+    found: Annotated[Path | None, typer.Option(help="Where runs are kept.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+) -> None:
+    """mode: auto over loads that turn, in virtual time."""
+    logging.getLogger("worker").setLevel(logging.ERROR)  # simulated workers say when they are done with one another
+    with telling_failures():
+        bench = Bench(seconds, share, found, AutoSection(), is_full=full)
+        names = [name for name in days.split(",") if name] + [str(path) for path in trace or ()]
+        asked = [(name, number) for number in workers or [4] for name in names]
+        if only is not None:
+            for name, number in asked:
+                print(PARTS[only](bench, name, number))
+            return
+        rows = [row_of(bench, name, number) for name, number in asked]
+        print(json.dumps(rows, indent=2)) if as_json else show(rows)
+
+
+if __name__ == "__main__":
+    typer.run(main)
