@@ -24,6 +24,7 @@ from cluster.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from cluster.config.choices import RebalanceMode
     from simulate.curve_file import FileCurve
     from simulate.worker_profile import WorkerProfile
     from simulate.workload import RequestShape
@@ -75,6 +76,9 @@ class SimulatedOptions:
     bare: Annotated[
         bool, typer.Option("--bare", help="No router, no costs but the steps: an engine such as vLLM by itself.")
     ] = False
+    auto: Annotated[
+        bool, typer.Option("--auto", help="mode: auto, by which the controller moves workers between the roles.")
+    ] = False
     ttft_ms: Annotated[float, typer.Option(min=0.001, help="Objective: time to the first token.")] = 500.0
     tpot_ms: Annotated[float, typer.Option(min=0.001, help="Objective: time per token after it.")] = 50.0
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Most sequences that a worker decodes at a time.")] = 256
@@ -118,10 +122,13 @@ def simulate(
         shapes, roles = load.shapes(), options.roles
         worker, curve = _worker(device, options, model, shapes)
         slo = SloSection(options.ttft_ms, options.tpot_ms)
+        if options.auto and options.bare:
+            raise ConfigError("--auto: a bare engine has no controller; leave --bare or --auto out")
         fidelity: Fidelity = "fast" if options.fidelity is FidelityName.FAST else "full"
+        mode: RebalanceMode = "auto" if options.auto else "fixed"
         profile = device.measured()
         message_s = None if profile is None else profile.message_s
-        question = PredictionQuestion(worker, *roles, slo, options.bare, message_s, fidelity)
+        question = PredictionQuestion(worker, *roles, slo, options.bare, message_s, fidelity, mode)
         report = predicted_report(question, shapes, load.seed)
         if as_json:
             print(json.dumps({"curve": _document(curve), **report.as_dict()}))

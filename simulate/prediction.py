@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from cluster.config.choices import RebalanceMode
 from cluster.config.schema import RouterSection, SloSection
 from cluster.errors import ConfigError
+from simulate.controller import ControllerSpec
 from simulate.report import RunReport
 from simulate.worker import WorkerSpec
 from simulate.workload import RequestShape
@@ -46,12 +48,17 @@ class PredictionQuestion:
     message_s: float | None = None
     """As a profile has it, for those to and from clients, too; None: the simulator's own."""
     fidelity: Fidelity = "full"
+    mode: RebalanceMode = "fixed"
+    """auto: the split is what it begins with, and the controller moves it."""
 
     @property
     def cluster(self) -> ClusterSpec:
         ratio = self.num_prefill, self.num_decode
         if not self.is_bare:
-            spec = ClusterSpec.of_ratio(*ratio, self.worker, slo=self.slo, fidelity=self.fidelity)
+            controller = ControllerSpec() if self.mode == "auto" else None
+            spec = ClusterSpec.of_ratio(
+                *ratio, self.worker, slo=self.slo, fidelity=self.fidelity, controller=controller
+            )
             return spec if self.message_s is None else replace(spec, message_s=self.message_s, client_s=self.message_s)
         endless = SloSection(ttft_ms=_NO_LIMIT_MS, tpot_ms=_NO_LIMIT_MS)
         return ClusterSpec.of_ratio(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -55,6 +55,8 @@ class RunReport:
     """By role: the share of the time in which its workers had a step under way."""
     speed: float
     """Virtual seconds for each real one."""
+    splits: Mapping[str, str] = field(default_factory=dict)
+    """Where there is a controller: from which second on there were how many workers of each role."""
 
     @classmethod
     def of(cls, result: RunResult, slo: SloSection) -> RunReport:
@@ -75,6 +77,7 @@ class RunReport:
             kept_share=num_kept / max(1, len(result.outcomes)),
             utilization={role: _utilization(result, role) for role in roles},
             speed=result.duration_s / max(result.wall_s, 1e-9),
+            splits={f"{split.at_s:.1f}": f"{split.num_prefill}:{split.num_decode}" for split in result.splits},
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -85,6 +88,7 @@ class RunReport:
         """A table for people."""
         ends = ", ".join(f"{count} {name}" for name, count in sorted(self.outcomes.items()))
         busy = ", ".join(f"{role} {share:.0%}" for role, share in self.utilization.items())
+        splits = ", ".join(f"{ratio} at {at} s" for at, ratio in self.splits.items())
         heads = "".join(f"{f'p{percent}':>10}" for percent in PERCENTILES)
         rows = [("TTFT", self.ttft_s), ("TPOT", self.tpot_s), ("end to end", self.e2e_s)]
         return [
@@ -92,6 +96,7 @@ class RunReport:
             f"throughput  {self.requests_per_s:.2f} requests/s, {self.output_tokens_per_s:.0f} output tokens/s",
             f"goodput     {self.goodput_per_s:.2f} requests/s ({self.kept_share:.1%} kept both objectives)",
             f"busy        {busy}",
+            *([f"splits      {splits}"] if splits else []),
             f"{'ms':<12}{'mean':>10}{heads}",
             *(f"{name:<12}{_row(distribution)}" for name, distribution in rows),
             f"simulated   {self.speed:.0f} times as fast as real time",

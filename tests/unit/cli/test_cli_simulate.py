@@ -25,6 +25,14 @@ def test_it_prints_a_table() -> None:
     assert result.exit_code == 0 and "TTFT" in result.stdout and "20 finished" in result.stdout
 
 
+def test_the_controller_moves_workers_where_it_is_asked_for() -> None:
+    load = ("--model", "llama-3.1-8b", "--num-prompts", "300", "--request-rate", "25", "--output-len", "1")
+    auto = ("--input-len", "4000", "--ratio", "1:3", "--ttft-ms", "150", "--auto", "--fidelity", "fast")
+    splits = json.loads(CliRunner().invoke(app, ["simulate", *load, *auto, "--json"]).stdout)["splits"]
+    assert splits["0.0"] == "1:3" and len(splits) > 1
+    assert "splits      1:3 at 0.0 s" in CliRunner().invoke(app, ["simulate", *LOAD, "--ratio", "1:3", "--auto"]).stdout
+
+
 def test_where_there_is_no_number_it_says_so() -> None:
     """One token each has no time per token."""
     table = CliRunner().invoke(app, ["simulate", *LOAD, "--output-len", "1"]).stdout
@@ -38,6 +46,7 @@ def test_where_there_is_no_number_it_says_so() -> None:
     [
         (("--input-len", "200000"), "request 1 has 200008 tokens, and a worker holds"),
         (("--ratio", "1:0"), "--ratio: '1:0' is not of the form P:D, with at least 1 decode worker"),
+        (("--auto", "--bare"), "--auto: a bare engine has no controller"),
         (("--first-s", "0"), "--first-s: no request comes in the first 0 s"),
     ],
 )
