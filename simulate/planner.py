@@ -1,8 +1,9 @@
 """Chooses layouts and numbers of workers for a load and its objectives, with and without disaggregation.
 
-A plan is the fewest devices on which the estimated latencies (`simulate.estimates`) keep the objectives. It differs
-from `controller.goodput_model`, by which a running cluster moves workers, in that it asks for percentiles, knows how
-lengths spread, and takes curves that are no lines.
+A plan is the fewest devices on which the estimated latencies (`simulate.estimates`) keep the objectives. The queues are
+those of `controller.goodput_model`, by which a running cluster moves workers: one before all prefill workers, and
+decode workers that compute what would be late there. A plan asks for a share of each objective, has all lengths instead
+of their mean and variance, and takes curves that are no lines.
 """
 
 from __future__ import annotations
