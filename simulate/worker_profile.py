@@ -99,6 +99,11 @@ def read_profile(path: Path) -> WorkerProfile:
     curve = read_curve(path)
     document = json.loads(path.read_text(encoding="utf-8")) if path.suffix != ".csv" else {}
     version = document.get("baton_profile") if isinstance(document, dict) else None
+    if version is None:
+        raise ConfigError(
+            f"{path}: says nothing of the worker, only its steps: write a profile with `baton profile`; `baton simulate "
+            "--steps` takes steps alone"
+        )
     if version != VERSION:
         raise ConfigError(
             f"{path}: baton_profile is {version!r}; this program reads {VERSION}: write it again with `baton profile`"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from scripted_router import ROOT, baton
 
 from benchmarks.plan_table import COMMANDS, PAGE, ROW, row_of
 from cluster.config.load import parse_config
-from cluster.step_cost import StepCost
+from cluster.config.schema import SloSection
+from cluster.step_cost import RoleCosts, StepCost
+from controller.goodput_model import WorkerModel, service_of, usual_request
 from simulate.curves import LinearCurve
 from simulate.devices import find_device
 from simulate.estimates import (
@@ -30,7 +33,8 @@ from simulate.placement import LatencyGoal
 from simulate.plan_choice import choose
 from simulate.plan_config import config_text
 from simulate.plan_series import LoadWindow, divided, divisions, over_time, windows_of_day, windows_of_trace
-from simulate.planner import Planner, PlanQuestion
+from simulate.planner import Planner, PlanQuestion, RolePlan, WorkerOption
+from simulate.shapes import DeviceLayout
 from simulate.workload import DayShape, RequestShape
 
 COST = LinearCurve(StepCost(0.01, 1e-4, 0.0, 1e-4, 1e-7))
@@ -291,3 +295,30 @@ def test_a_day_is_drawn_up_to_the_rate_that_is_asked_for() -> None:
     rates = [one.load.rate for one in windows]
     assert max(rates) == pytest.approx(9.0, rel=0.01) and min(rates) == pytest.approx(3.0, rel=0.01)
     assert {round(one.load.mean_prompt / one.load.mean_output, 1) for one in windows} >= {5.8, 17.3}
+
+
+@pytest.mark.parametrize("lengths", [(1024, 256), (4000, 100)])
+@pytest.mark.parametrize("ratio", [(3, 1), (2, 2), (1, 3), (0, 4)])
+def test_a_plan_and_the_controller_say_about_the_same_of_a_ratio(
+    lengths: tuple[int, int], ratio: tuple[int, int]
+) -> None:
+    """With one linear cost for both. The controller asks for 0.85 of the requests in both objectives: 0.92 of each."""
+    goal = LatencyGoal(1.0, 0.05, 0.92)
+    load = OfferedLoad(5.0, (lengths,))
+    asked = replace(question("llama-3.1-70b", load=load, goal=goal), layouts=(DeviceLayout(4),))
+    cost = StepCost(0.0205, 7.5e-5, 8e-10, 3e-5, 4e-8)
+    planner = Planner(asked)
+    option = with_curve(planner.options[0], LinearCurve(cost), load)
+    num_prefill, num_decode = ratio
+    prefill = RolePlan(option, num_prefill) if num_prefill else None
+    planned = planner.most_rate(planner.of_workers(prefill, RolePlan(option, num_decode)))
+    worker = WorkerModel(RoleCosts(cost, cost), 256, option.memory.num_tokens)
+    usual = usual_request(load.demand().scaled(100), worker.costs)
+    assert usual is not None
+    moved = service_of(usual, worker, SloSection(1000.0, 50.0)).of(num_prefill, num_prefill + num_decode)
+    assert moved == pytest.approx(planned, rel=0.3)
+
+
+def with_curve(option: WorkerOption, curve: LinearCurve, load: OfferedLoad) -> WorkerOption:
+    services = tuple(prompt_seconds(curve, num, 2048) for num in load.prompts)
+    return replace(option, curve=curve, services_s=services, decode=replace(option.decode, curve=curve))

@@ -138,6 +138,7 @@ def test_workers_without_pages_cannot_be_profiled(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("change", "says"),
     [
+        ({"baton_profile": None}, "says nothing of the worker, only its steps: write a profile with `baton profile`"),
         ({"baton_profile": 2}, "baton_profile is 2; this program reads 1: write it again with `baton profile`"),
         ({"worker": {"model": "x"}}, "worker must be an object with model, device"),
         (
