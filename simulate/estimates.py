@@ -5,7 +5,8 @@
     decode      n sequences run where arrivals times output tokens times the step of n is n (Little's law); they vary
                 about as the square root of n
     beside      a step has as much of a prompt as ends within the pace that a worker keeps beside its sequences
-                (`cluster.step_cost.PACE_SHARE` of the time per token)
+                (`cluster.step_cost.PACE_SHARE` of the time per token); a prompt waits for about one step, which runs or
+                is launched when it comes
 
 Where each worker computes both, all prompts are computed beside sequences. Where prefill has workers of its own, those
 prompts are that come to more than they compute in time: the router places a prompt where it ends first.
@@ -96,6 +97,8 @@ class WaitingTimes:
     """Of prompts alone, ascending; each as likely."""
     rate: float
     num_servers: int
+    delay_s: float = 0.0
+    """Seconds before each prompt is looked at."""
 
     @cached_property
     def mean_service_s(self) -> float:
@@ -124,6 +127,7 @@ class WaitingTimes:
         waits, mean_s = self._waiting
         if math.isinf(mean_s):
             return 0.0
+        seconds -= self.delay_s
         in_time = [s for s in self.services_s if s <= seconds]
         return sum(1 - waits * math.exp(-(seconds - s) / mean_s) for s in in_time) / len(self.services_s)
 
@@ -211,13 +215,17 @@ class DecodeLoad:
         step = alone + _prompts(low, 0, self.num_groups) if low else alone
         return StepSample(step, self.curve.seconds(step))
 
+    def mean_step_s(self, num: float, slow_s: float, busy: float) -> float:
+        """Seconds of a step where for the share `busy` of the time each takes `slow_s`, if that is longer."""
+        step_s = self.step_s(num)
+        return 1 / (busy / max(slow_s, step_s) + (1 - busy) / step_s)
+
     def running(self, tokens_per_s: float, slow_s: float = 0.0, busy: float = 0.0) -> float:
-        """Sequences at a time where so many tokens are asked for; infinite where that is too many. For the share `busy`
-        of the time a step takes `slow_s`, if that is longer."""
+        """Sequences at a time where so many tokens are asked for; infinite where that is too many. `slow_s`, `busy`: as
+        for `mean_step_s`."""
 
         def wanted(num: float) -> float:
-            step_s = self.step_s(num)
-            return tokens_per_s * (busy * max(slow_s, step_s) + (1 - busy) * step_s)
+            return tokens_per_s * self.mean_step_s(num, slow_s, busy)
 
         if wanted(self.num_at_most) > self.num_at_most:
             return math.inf
@@ -260,17 +268,14 @@ class _Beside:
     num: float
     """Sequences of one worker; infinite: too many."""
     busy: float = 0.0
-    """Share of the steps with a prompt's tokens."""
+    """Share of the time in steps with a prompt's tokens."""
     slow_s: float = 0.0
     """Seconds of such a step."""
     waiting: WaitingTimes | None = None
     """Of these prompts; None: there are none."""
 
     def tpot_s(self, decode: DecodeLoad, running: float) -> float:
-        if math.isinf(running):
-            return math.inf
-        step_s, busy = decode.step_s(running), min(1.0, self.busy)
-        return busy * max(self.slow_s, step_s) + (1 - busy) * step_s
+        return math.inf if math.isinf(running) else decode.mean_step_s(running, self.slow_s, min(1.0, self.busy))
 
 
 @dataclass(frozen=True)
@@ -299,7 +304,8 @@ class DecodeWorkers:
                 return None
             stretch = mixed.seconds / mixed.step.num_prompt_tokens / alone_s
             services = [s * stretch for s in self.services_s]
-            waiting = WaitingTimes(services, prompts_per_s, self.num_workers * decode.num_groups)
+            num_queues = self.num_workers * decode.num_groups
+            waiting = WaitingTimes(services, prompts_per_s, num_queues, decode.step_s(num))
             before, found = found.busy, _Beside(num, waiting.busy, mixed.seconds, waiting)
             if abs(waiting.busy - before) < _ALIKE or waiting.busy >= 1:
                 break

@@ -18,7 +18,9 @@ from simulate.workload import DayShape, RequestShape
 _MOST_RATIOS = 33
 _NUM_RATES = 40
 _BEYOND = 1.3
-"""Rates are shown up to this many times the highest that is kept."""
+_FALLEN = 0.15
+"""Rates are shown until no more than this share keeps the objectives, or up to `_MOST_BEYOND` times the rate."""
+_MOST_BEYOND = 5.0
 _MOST_IN_WINDOW = 11
 _NUM_WINDOWS = 72
 _NUM_OF_TRACE = 24
@@ -96,14 +98,17 @@ class RatePoint:
 
 
 def by_rate(planner: Planner, plan: DevicePlan, most_rate: float) -> list[RatePoint]:
-    """Evenly spaced rates from low ones to some more than the plan serves within the objectives."""
-    top = _BEYOND * max(most_rate, planner.question.load.rate)
-    points = []
-    for number in range(1, _NUM_RATES + 1):
-        rate = top * number / _NUM_RATES
+    """Evenly spaced rates from low ones to those at which few requests keep the objectives."""
+
+    def at(rate: float) -> RatePoint:
         found = planner.at_rate(rate).of_workers(plan.prefill, plan.decode).estimate
-        points.append(RatePoint(rate, found.ttft_share, found.tpot_share, found.kept_share))
-    return points
+        return RatePoint(rate, found.ttft_share, found.tpot_share, found.kept_share)
+
+    near = max(most_rate, planner.question.load.rate)
+    top = _BEYOND * near
+    while at(top).kept_share > _FALLEN and top < _MOST_BEYOND * near:
+        top *= _BEYOND
+    return [at(top * number / _NUM_RATES) for number in range(1, _NUM_RATES + 1)]
 
 
 def other_loads(load: OfferedLoad) -> Iterator[tuple[str, OfferedLoad]]:
