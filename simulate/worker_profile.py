@@ -101,8 +101,8 @@ def read_profile(path: Path) -> WorkerProfile:
     version = document.get("baton_profile") if isinstance(document, dict) else None
     if version is None:
         raise ConfigError(
-            f"{path}: says nothing of the worker, only its steps: write a profile with `baton profile`; `baton simulate "
-            "--steps` takes steps alone"
+            f"{path}: says nothing of the worker, only its steps: write a profile with `baton profile`; "
+            "`baton simulate --steps` takes steps alone"
         )
     if version != VERSION:
         raise ConfigError(
