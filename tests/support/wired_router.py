@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
-from unittest.mock import patch
 
 from fake_worker import DECODE, LENGTH, PREFILL, TRANSFER, phase, tokens
 from router_harness import EOS, MAX_MODEL_LEN, TOKENIZER, VOCAB_SIZE, ids
@@ -25,7 +24,6 @@ from router.api.tokenizer import Tokenizer
 from router.api.validate import validate
 from router.observe.activity import Activity
 from router.observe.metrics import RouterMetrics
-from router.routing import fleet
 from router.routing.dispatcher import Dispatcher
 from router.routing.fleet import WorkerAddress
 from router.routing.load_tracker import NOTHING
@@ -137,7 +135,7 @@ class WiredRouter:
         self.clock = clock
         self.num_submitted = 0
         self.dispatcher = dispatcher = Dispatcher(
-            RouterSettings.from_values(**(SETTINGS | settings)), lambda: None, clock
+            RouterSettings.from_values(**(SETTINGS | settings)), lambda: None, clock, make_client=WiredWorker
         )
         self.metrics = RouterMetrics(
             dispatcher.counters, dispatcher.fleet, lambda: dispatcher.num_queued, lambda: dispatcher.num_running
@@ -155,8 +153,7 @@ class WiredRouter:
         """Makes these the complete set; new ones are not ready yet. `relabelled`: those of the other role now."""
         other = {worker_pb2.ROLE_PREFILL: worker_pb2.ROLE_DECODE, worker_pb2.ROLE_DECODE: worker_pb2.ROLE_PREFILL}
         roles = {i: other[ROLES[i[0]]] if i in relabelled else ROLES[i[0]] for i in worker_ids}
-        with patch.object(fleet, "WorkerClient", WiredWorker):
-            self.dispatcher.set_workers(WorkerAddress(i, f"{i}:1", role, i in draining) for i, role in roles.items())
+        self.dispatcher.set_workers(WorkerAddress(i, f"{i}:1", role, i in draining) for i, role in roles.items())
         self.workers = {worker.worker_id: worker for worker in self.dispatcher.fleet}  # type: ignore[misc]
 
     def submit(

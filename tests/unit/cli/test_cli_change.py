@@ -87,7 +87,7 @@ def test_apply_leaves_the_split_where_baton_chooses_it(backend: FakeBackend) -> 
     begins = backend.file.read()
     assert run(backend, "rebalance", "2:2").exit_code == 0
     backend.file.path.write_text(begins, encoding="utf-8")
-    backend.edit("margin: 0.1", "margin: 0.2")
+    backend.edit("margin: 0.02", "margin: 0.2")
     done = run(backend, "apply", str(backend.file.path))
     assert (done.exit_code, done.stdout.splitlines()[0].strip()) == (0, "rebalance.auto.margin: 0.2")
     assert backend.stage.split() == (2, 2)

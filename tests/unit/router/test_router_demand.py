@@ -121,7 +121,7 @@ async def test_a_router_tells_what_was_asked_of_it_and_what_its_workers_cost(tmp
 @pytest.mark.parametrize("objective", ["ttft", "tpot"])
 async def test_a_request_that_was_late_is_not_counted_as_kept(tmp_path: Path, objective: str) -> None:
     async with running_router(tmp_path, pair(lambda admit: [[1, 2, 3]])) as router:
-        late = Objectives(ttft_s=0.0) if objective == "ttft" else Objectives(tpot_s=0.0)
+        late = Objectives(ttft_s=0.0) if objective == "ttft" else Objectives(tpot_s=-1.0)
         router.server.dispatcher.context.objectives = late
         await router.stream(text_spec("hello"))
         _, told = router.server.dispatcher.demand()
