@@ -220,7 +220,9 @@ class Core:
 
     def _flush(self, is_idle: bool) -> None:
         now = self._clock()
-        if now >= self._stats_due or (is_idle and self._steps.is_idle):
+        # Whether it has any request is told at once: who waits for a worker to be free, or busy, goes by it.
+        has_turned = bool(self.reporter.num_requests) is not bool(self._sent_stats.num_requests)
+        if now >= self._stats_due or (is_idle and (has_turned or self._steps.is_idle)):
             stats = self._measure()
             if stats != self._sent_stats:
                 self._sent_stats.CopyFrom(stats)
