@@ -37,10 +37,9 @@ from rich.table import Table
 
 from benchmarks.report import telling_failures
 from cluster.config.schema import AutoSection, SloSection
-from cluster.demand import Demand
 from cluster.step_cost import PACE_SHARE, StepCost
-from controller.goodput_model import SplitBounds, WorkerModel, service_of, usual_request
-from controller.rebalance_policy import Reason, RebalanceDecision
+from controller.goodput_model import SplitBounds, service_of
+from controller.rebalance_policy import Reason, RebalanceDecision, SplitQuestion
 from router.routing.policies.interface import Objectives
 from simulate.client import SimRequest
 from simulate.controller import ControllerSpec, SplitSince, config_of
@@ -81,19 +80,11 @@ class ThresholdRule:
         self._cooldown_s = patience.cooldown_s
         self._moved_at = 0.0
 
-    def decide(
-        self,
-        now: float,
-        demand: Demand,
-        window_s: float,
-        worker: WorkerModel | None,
-        bounds: SplitBounds,
-        num_prefill: int,
-    ) -> RebalanceDecision:
-        usual = None if worker is None else usual_request(demand, worker.costs)
-        wanted = num_prefill
+    def decide(self, question: SplitQuestion) -> RebalanceDecision:
+        now, worker, bounds, num_prefill = question.now, question.worker, question.bounds, question.num_prefill
+        usual, wanted = question.usual, num_prefill
         if worker is not None and usual is not None and now - self._moved_at >= self._cooldown_s:
-            rate, num_decode = demand.num_arrived / window_s, bounds.num_workers - num_prefill
+            rate, num_decode = question.demand.num_arrived / question.window_s, bounds.num_workers - num_prefill
             service = service_of(usual, worker, self._slo)
             prefill, decode = rate * usual.prompt_s / num_prefill, rate / (num_decode * service.mu_decode)
             wanted += (prefill > BUSY and decode < IDLE) - (decode > BUSY and prefill < IDLE)
@@ -109,15 +100,8 @@ class PlannedSplits:
     def __init__(self, plan: Sequence[tuple[float, int]], *_: object) -> None:
         self._plan = plan
 
-    def decide(
-        self,
-        now: float,
-        demand: Demand,
-        window_s: float,
-        worker: WorkerModel | None,
-        bounds: SplitBounds,
-        num_prefill: int,
-    ) -> RebalanceDecision:
+    def decide(self, question: SplitQuestion) -> RebalanceDecision:
+        now, bounds, num_prefill = question.now, question.bounds, question.num_prefill
         begun = [split for at, split in self._plan if at <= now - START_S]
         return _decision(begun[-1] if begun else num_prefill, num_prefill, bounds)
 

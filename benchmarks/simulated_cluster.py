@@ -7,7 +7,6 @@ they are computed by 10 %, or twice the standard deviation of the figure over th
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -18,12 +17,13 @@ from typing import Any
 from cluster.config.diff import set_values
 from cluster.config.load import load_config
 from cluster.config.schema import ServingConfig, SloSection
+from cluster.step_cost import OVERLAP_TOKENS
 from simulate.curves import LinearCurve
 from simulate.model_files import find_shape
 from simulate.report import RunReport
 from simulate.wire import WireSpec
 from simulate.worker import WorkerSpec
-from simulate.worker_profile import WorkerProfile, read_profile
+from simulate.worker_profile import WorkerProfile, profile_in
 from simulate.workload import RequestShape, at_rate, random_shapes, uniform
 from simulate.world import Cluster, ClusterSpec, RunResult
 
@@ -32,8 +32,6 @@ WARM_S = 30.0
 """Simulated warm requests have ended by then."""
 COMPARED = ("request_throughput", "p50_ttft_ms", "p90_ttft_ms", "p50_tpot_ms", "p90_tpot_ms", "goodput_share")
 TIMED_WITHIN, COMPUTED_WITHIN, GOODPUT_WITHIN = 0.05, 0.10, 0.05
-CPU_LONG_TOKENS = 64
-"""As of `worker.rank.OVERLAP_TOKENS`."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +68,8 @@ class Machine:
         """`document`: as `baton profile` writes it, or the seconds of a message alone."""
         if "steps" not in document:
             return cls(document["message_s"], None)
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "profile.json"
-            file.write_text(json.dumps(document), encoding="utf-8")
-            profile = read_profile(file)
-            return cls(profile.message_s or 0.0, profile)
+        profile = profile_in(Path("the profile"), document)
+        return cls(profile.message_s or 0.0, profile)
 
     def worker(self, config: ServingConfig) -> WorkerSpec:
         """Each worker, as the simulator takes it."""
@@ -91,7 +86,7 @@ class Machine:
         if self.profile is not None:
             known, curve = self.profile.worker, self.profile.curve.curve
             spec = replace(spec, curve=curve, kv_tokens=known.kv_tokens, max_model_len=known.max_model_len)
-            return replace(spec, block_size=known.block_size, long_tokens=CPU_LONG_TOKENS)
+            return replace(spec, block_size=known.block_size, long_tokens=OVERLAP_TOKENS)
         assert engine.kv_cache_tokens is not None and config.model.max_model_len is not None, "timed steps need both"
         return replace(
             spec,

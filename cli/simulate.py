@@ -20,6 +20,7 @@ from cli.bench import RequestOptions
 from cli.common import AsJson, outcome
 from cli.plan import PlannedDevice
 from cluster.errors import ConfigError
+from cluster.step_cost import OVERLAP_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 _USUAL_CONTEXT = 4096
 _USUAL_KV_BYTES = 131072.0
 _USUAL_WIRE_GBPS = 200.0
-_CPU_LONG_TOKENS = 64
-"""On a CPU the engine thread computes shorter steps itself (`worker.rank.OVERLAP_TOKENS`)."""
 
 
 @dataclass(frozen=True)
@@ -224,7 +223,7 @@ def _computed(device: PlannedDevice, options: SimulatedOptions, model: str) -> t
 
 
 def _measured(like: WorkerSpec, profile: WorkerProfile) -> WorkerSpec:
-    """The worker whose steps and sizes were measured."""
+    """The worker whose steps and sizes were measured. On a CPU the engine thread computes short steps itself."""
     measured = profile.worker
     return replace(
         like,
@@ -233,5 +232,5 @@ def _measured(like: WorkerSpec, profile: WorkerProfile) -> WorkerSpec:
         max_model_len=min(measured.max_model_len, measured.kv_tokens),
         max_num_seqs=measured.max_num_seqs,
         overlaps=measured.device != "cpu",
-        long_tokens=_CPU_LONG_TOKENS if measured.device == "cpu" else 0,
+        long_tokens=OVERLAP_TOKENS if measured.device == "cpu" else 0,
     )

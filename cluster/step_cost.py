@@ -15,6 +15,10 @@ from typing import Self
 
 from cluster.pb import worker_pb2
 
+OVERLAP_TOKENS = 64
+"""A step of so many tokens is long: the leader's engine thread does not wait for it, and if it computes tokens of a
+prompt, its layers are noted."""
+
 
 @dataclass(slots=True, unsafe_hash=True)
 class StepSize:

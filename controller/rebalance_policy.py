@@ -103,6 +103,26 @@ class _Seen:
         return now - self.at < _HOLDS_S and all(max(a, b) <= _ALIKE * min(a, b) for a, b in pairs)
 
 
+@dataclass(frozen=True)
+class SplitQuestion:
+    """What a policy decides by, at one look."""
+
+    now: float
+    demand: Demand
+    """The sums of the last `window_s`."""
+    window_s: float
+    worker: WorkerModel | None
+    """None: nobody knows yet what steps cost."""
+    bounds: SplitBounds
+    num_prefill: int
+    """Workers that prefill now."""
+
+    @property
+    def usual(self) -> TypicalRequest | None:
+        """None while too little is known."""
+        return None if self.worker is None else usual_request(self.demand, self.worker.costs)
+
+
 class AutoRatio:
     """Remembers for how long a gain has been there, the last move, and which splits served less than predicted."""
 
@@ -122,17 +142,10 @@ class AutoRatio:
         """Since then, too few of those that end have kept the objectives."""
         self._seen: dict[int, _Seen] = {}
 
-    def decide(
-        self,
-        now: float,
-        demand: Demand,
-        window_s: float,
-        worker: WorkerModel | None,
-        bounds: SplitBounds,
-        num_prefill: int,
-    ) -> RebalanceDecision:
-        """`demand` are the sums of the last `window_s`; `num_prefill` of the workers prefill now."""
-        usual = None if worker is None else usual_request(demand, worker.costs)
+    def decide(self, question: SplitQuestion) -> RebalanceDecision:
+        now, demand, window_s = question.now, question.demand, question.window_s
+        worker, bounds, num_prefill = question.worker, question.bounds, question.num_prefill
+        usual = question.usual
         if worker is None or usual is None or not bounds.splits:
             self._wanted = None
             why = "stays: too little has been measured to tell"

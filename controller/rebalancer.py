@@ -20,7 +20,7 @@ from cluster.errors import BatonError
 from cluster.pb import admin_pb2
 from cluster.step_cost import RoleCosts, StepCost, usual
 from controller.goodput_model import SplitBounds, WorkerModel
-from controller.rebalance_policy import AutoRatio, Reason, RebalanceDecision
+from controller.rebalance_policy import AutoRatio, Reason, RebalanceDecision, SplitQuestion
 from controller.reconfigurer import AnotherChange, StaleVersion
 
 logger = logging.getLogger(__name__)
@@ -75,15 +75,7 @@ class Split:
 class RebalancePolicy(Protocol):
     """Decides by which split the workers serve best (`controller.rebalance_policy.AutoRatio`)."""
 
-    def decide(
-        self,
-        now: float,
-        demand: Demand,
-        window_s: float,
-        worker: WorkerModel | None,
-        bounds: SplitBounds,
-        num_prefill: int,
-    ) -> RebalanceDecision: ...
+    def decide(self, question: SplitQuestion) -> RebalanceDecision: ...
 
     def moved(self, now: float, before: tuple[int, int], after: tuple[int, int]) -> None: ...
 
@@ -169,7 +161,8 @@ class Rebalancer:
             num_seqs = replace(config.engine, device=self._device).num_seqs
             worker = WorkerModel(self._costs, num_seqs, load.kv_tokens)
         bounds = self._bounds(config, split)
-        self.decision = auto.decide(now, load.demand, load.window_s, worker, bounds, split.num_prefill)
+        question = SplitQuestion(now, load.demand, load.window_s, worker, bounds, split.num_prefill)
+        self.decision = auto.decide(question)
         if self.decision.reason is not Reason.GROWS:
             self._release()
         elif not self._reserve():

@@ -18,7 +18,7 @@ import json
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,10 +74,19 @@ def read_curve(path: Path) -> FileCurve:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: is neither CSV (by its name) nor JSON: {error}") from error
+    return _median_curve(path, _csv_rows(path, text)) if is_csv else curve_in(path, document)
+
+
+def curve_in(path: Path, document: Any) -> FileCurve:
+    """The same of a JSON document that has been read. `path` names it in errors."""
     if isinstance(document, dict) and "steps" not in document:
         return FileCurve(LinearCurve(_cost(path, document)), "linear", CurveError(0.0, 0.0, 0))
+    return _median_curve(path, _listed(path, document))
+
+
+def _median_curve(path: Path, steps: Iterable[tuple[str, Mapping[str, Any]]]) -> FileCurve:
     times: dict[_Step, list[float]] = defaultdict(list)
-    for place, row in _csv_rows(path, text) if is_csv else _listed(path, document):
+    for place, row in steps:
         step, seconds = _read(place, row)
         times[step].append(seconds)
     return _curve_of(path, {step: statistics.median(some) for step, some in times.items()})

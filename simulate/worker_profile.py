@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 
 from cluster.errors import ConfigError
 from cluster.step_cost import StepCost
-from simulate.curve_file import FileCurve, read_curve
+from simulate.curve_file import FileCurve, curve_in, read_curve
 from simulate.curves import CurveError
 
 VERSION = 1
@@ -97,7 +97,15 @@ def profile_document(
 def read_profile(path: Path) -> WorkerProfile:
     """Raises ConfigError that names the file and the field, the step, or the point at which its curve falls."""
     curve = read_curve(path)
-    document = json.loads(path.read_text(encoding="utf-8")) if path.suffix != ".csv" else {}
+    return _profile_of(path, json.loads(path.read_text(encoding="utf-8")) if path.suffix != ".csv" else {}, curve)
+
+
+def profile_in(path: Path, document: Any) -> WorkerProfile:
+    """The same of a document that has been read. `path` names it in errors."""
+    return _profile_of(path, document, curve_in(path, document))
+
+
+def _profile_of(path: Path, document: Any, curve: FileCurve) -> WorkerProfile:
     version = document.get("baton_profile") if isinstance(document, dict) else None
     if version is None:
         raise ConfigError(

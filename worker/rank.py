@@ -27,6 +27,7 @@ import torch
 
 from cluster.errors import Cancelled, Corrupted, TransferFailed
 from cluster.pb import rank_pb2
+from cluster.step_cost import OVERLAP_TOKENS as OVERLAP_TOKENS
 from engine.cpu_runtime import compute_alone
 from engine.model_runner import StepOutput
 from engine.sampling.params import SampleRow
@@ -45,10 +46,6 @@ computed there. Earlier, and a receive would wait on the decode worker's GPU, wh
 the message to and fro would not be hidden."""
 _KEPT_STEPS = 4
 """Steps whose events are kept: more than a GPU may be behind."""
-
-OVERLAP_TOKENS = 64
-"""A step of so many tokens is long: the leader's engine thread does not wait for it, and if it computes tokens of a
-prompt, its layers are noted."""
 
 ErrorKind = rank_pb2.RankReply.Kind
 Reply = Callable[[int, str, ErrorKind, int], None]

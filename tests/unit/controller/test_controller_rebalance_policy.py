@@ -12,7 +12,7 @@ from split_loads import FOUR, OUTPUTS, PROMPTS, SLO, WINDOW_S, WORKER, load
 from cluster.config.schema import AutoSection
 from cluster.demand import Demand
 from controller.goodput_model import SplitBounds
-from controller.rebalance_policy import AutoRatio
+from controller.rebalance_policy import AutoRatio, SplitQuestion
 
 
 class Clock:
@@ -30,7 +30,7 @@ class Clock:
     def run(self, seconds: int, demand: Demand) -> None:
         for _ in range(seconds):
             self.now += 1
-            verdict = self.auto.decide(self.now, demand, WINDOW_S, WORKER, self.bounds, self.num_prefill)
+            verdict = self.auto.decide(SplitQuestion(self.now, demand, WINDOW_S, WORKER, self.bounds, self.num_prefill))
             self.why = verdict.why
             if verdict.moves:
                 before, after = self.bounds.num_workers, verdict.num_workers
@@ -78,7 +78,7 @@ def test_what_comes_too_rarely_tells_nothing() -> None:
     clock = Clock()
     clock.run(60, load(0.5, 800, 20))
     assert not clock.moves and "too little" in clock.why
-    verdict = clock.auto.decide(clock.now, PROMPTS, WINDOW_S, None, FOUR, 2)
+    verdict = clock.auto.decide(SplitQuestion(clock.now, PROMPTS, WINDOW_S, None, FOUR, 2))
     assert not verdict.moves and "too little" in verdict.why
 
 
