@@ -200,7 +200,8 @@ def load_of(name: str, num_workers: int, seconds: float, share: float) -> list[R
 
 def served_fully(spec: ClusterSpec, shapes: Sequence[RequestShape]) -> tuple[list[float], Sequence[SplitSince]]:
     """When those came that were in time, and how the split changed."""
-    result = Cluster(spec, seed=1).run(SimRequest(shape, max_output_tokens=MOST_OUTPUT) for shape in shapes)
+    requests = [SimRequest(shape, max_output_tokens=max(MOST_OUTPUT, shape.num_output_tokens)) for shape in shapes]
+    result = Cluster(spec, seed=1).run(requests)
     objectives = Objectives.of(SLO)
     kept = [o.request.at_s for o in result.outcomes if o.is_finished and is_kept(o, objectives)]
     return kept, result.splits
