@@ -20,7 +20,6 @@ from cli.bench import RequestOptions
 from cli.common import AsJson, outcome
 from cli.plan import PlannedDevice
 from cluster.errors import ConfigError
-from cluster.step_cost import OVERLAP_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -224,6 +223,8 @@ def _computed(device: PlannedDevice, options: SimulatedOptions, model: str) -> t
 
 def _measured(like: WorkerSpec, profile: WorkerProfile) -> WorkerSpec:
     """The worker whose steps and sizes were measured. On a CPU the engine thread computes short steps itself."""
+    from cluster.step_cost import OVERLAP_TOKENS
+
     measured = profile.worker
     return replace(
         like,
