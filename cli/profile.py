@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 def profile(
     router: RouterOptions,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Where the profile goes, JSON.")] = Path("profile.json"),
-    rounds: Annotated[int, typer.Option(min=1, max=100, help="How often each size is measured.")] = 5,
+    rounds: Annotated[
+        int,
+        typer.Option(
+            min=1, max=100, help="How often each size is measured; up to four times as often while its median moves."
+        ),
+    ] = 5,
     steps: Annotated[int, typer.Option(min=4, max=1024, help="Decode steps of one measurement.")] = 32,
     pages_ca: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Authority of the workers' metrics pages, where they have TLS.")
@@ -28,6 +33,7 @@ def profile(
     with outcome():
         from cluster.text import count_of
         from cluster.tls import INTERNAL_NAME, ClientTls
+        from simulate.curve_file import curve_in
         from tools.profiler import Profiler, ProfileSizes, errors_of
 
         tls = None if pages_ca is None else ClientTls(str(pages_ca), name=INTERNAL_NAME)
@@ -40,6 +46,8 @@ def profile(
             raise ConfigError(f"{file}: cannot be written: {error.strerror}") from error
         print(f"{file}: {count_of(len(document['steps']), 'measurement')} of {document['worker']['model']}")
         print(errors_of(document))
+        for note in curve_in(file, document).notes:
+            print(f"note        {note}")
 
 
 def _show(step: ProfiledStep) -> None:

@@ -136,6 +136,8 @@ def simulate(
             print(
                 f"curve       {curve.kind}; off by {error.median:.1%} (median) and {error.p90:.1%} (p90) of its steps"
             )
+            for note in curve.notes:
+                print(f"note        {note}")
         print("\n".join(report.lines()))
 
 

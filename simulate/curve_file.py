@@ -49,6 +49,8 @@ class FileCurve:
     kind: str
     """`linear`, `interpolated` or `fitted`."""
     error: CurveError
+    notes: tuple[str, ...] = ()
+    """Lines on points that were pooled, as they fell by no more than their measurements differ."""
 
 
 class _Step(NamedTuple):
@@ -89,7 +91,7 @@ def _median_curve(path: Path, steps: Iterable[tuple[str, Mapping[str, Any]]]) ->
     for place, row in steps:
         step, seconds = _read(place, row)
         times[step].append(seconds)
-    return _curve_of(path, {step: statistics.median(some) for step, some in times.items()})
+    return _curve_of(path, times)
 
 
 def _csv_rows(path: Path, text: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -145,20 +147,22 @@ def _read(place: str, row: Mapping[str, Any]) -> tuple[_Step, float]:
     return step, seconds
 
 
-def _curve_of(path: Path, times: Mapping[_Step, float]) -> FileCurve:
-    if not times:
+def _curve_of(path: Path, measured: Mapping[_Step, list[float]]) -> FileCurve:
+    if not measured:
         raise ConfigError(f"{path}: holds no step")
+    times = {step: statistics.median(some) for step, some in measured.items()}
     samples = [StepSample(step.size, seconds) for step, seconds in times.items()]
-    if _is_table(times):
-        prompts = [MeasuredPrompt(step.prompt_tokens, s) for step, s in times.items() if step.prompt_tokens]
-        decodes = [MeasuredDecode(step.sequences, step.kv_tokens, s) for step, s in times.items() if step.sequences]
-        try:
-            curve: StepCurve = MeasuredCurve(prompts, decodes)
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from error
-        return FileCurve(curve, "interpolated", CurveError.of(curve, samples))
-    curve = LinearCurve(fit_cost(samples))
-    return FileCurve(curve, "fitted", CurveError.of(curve, samples))
+    if not _is_table(times):
+        fitted = LinearCurve(fit_cost(samples))
+        return FileCurve(fitted, "fitted", CurveError.of(fitted, samples))
+    spread_s = {step: statistics.stdev(some) if len(some) > 1 else 0.0 for step, some in measured.items()}
+    prompts = [MeasuredPrompt(s.prompt_tokens, times[s], spread_s[s]) for s in times if s.prompt_tokens]
+    decodes = [MeasuredDecode(s.sequences, s.kv_tokens, times[s], spread_s[s]) for s in times if s.sequences]
+    try:
+        curve = MeasuredCurve(prompts, decodes)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return FileCurve(curve, "interpolated", CurveError.of(curve, samples), tuple(curve.notes))
 
 
 def _is_table(steps: Mapping[_Step, float]) -> bool:

@@ -7,6 +7,7 @@ is off. Pure: whoever measures brings the samples.
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -20,7 +21,8 @@ from cluster.errors import ConfigError
 from cluster.step_cost import StepCost, StepSize
 
 MOST_FALL = 0.1
-"""A measured curve may fall by this share from one point to the next: repeated measurements differ by as much."""
+"""A measured curve may fall by this share from one point to the next: repeated measurements differ by as much. Points
+whose own measurements differ by more may fall by twice the standard deviation of their difference."""
 _Floats = npt.NDArray[np.float64]
 
 
@@ -96,6 +98,11 @@ class MeasuredPrompt:
 
     num_tokens: int
     seconds: float
+    spread_s: float = 0.0
+    """Standard deviation of the measurements of which `seconds` is the median."""
+
+    def __str__(self) -> str:
+        return f"a prompt of {self.num_tokens} tokens"
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,14 @@ class MeasuredDecode:
     kv_tokens: int
     """Of each sequence."""
     seconds: float
+    spread_s: float = 0.0
+    """As of `MeasuredPrompt`."""
+
+    def __str__(self) -> str:
+        return f"{self.num_sequences} sequences of {self.kv_tokens} KV tokens"
+
+
+Measured = MeasuredPrompt | MeasuredDecode
 
 
 class MeasuredCurve:
@@ -113,18 +128,21 @@ class MeasuredCurve:
 
     Prompts are a line over their tokens, with `attended_s` for each key that a token attends to beyond those of a
     prompt that begins with the step. Decode steps are a grid of sequences and KV tokens of each. A step with both
-    takes the prompt's time and what its sequences add to the least decode step.
+    takes the prompt's time and what its sequences add to the least decode step. Where times fall by no more than
+    measurements differ, neighbours are pooled until they rise, and `notes` has a line for it.
     """
 
     def __init__(
         self, prompts: Sequence[MeasuredPrompt], decodes: Sequence[MeasuredDecode], attended_s: float = 0.0
     ) -> None:
-        """Raises ConfigError for a point where a curve falls, or a grid with gaps."""
+        """Raises ConfigError for a point where a curve falls by more, or a grid with gaps."""
         self._attended_s = attended_s
+        self.notes: list[str] = []
         ordered = sorted(prompts, key=lambda point: point.num_tokens)
+        self._check(ordered)
         self._prompt_xs = [float(point.num_tokens) for point in ordered]
-        self._prompt_ys = _rising([p.seconds for p in ordered], [f"a prompt of {p.num_tokens} tokens" for p in ordered])
-        cells = {(point.num_sequences, point.kv_tokens): point.seconds for point in decodes}
+        self._prompt_ys = _pooled([point.seconds for point in ordered])
+        cells = {(point.num_sequences, point.kv_tokens): point for point in decodes}
         self._counts, self._lengths = (sorted({cell[axis] for cell in cells}) for axis in (0, 1))
         missing = [(n, kv) for n in self._counts for kv in self._lengths if (n, kv) not in cells]
         if missing:
@@ -132,15 +150,28 @@ class MeasuredCurve:
                 f"decode: {missing[0][0]} sequences of {missing[0][1]} KV tokens are missing; "
                 "measure each number of sequences at the same lengths"
             )
-        for n in self._counts:
-            names = [f"{n} sequences of {kv} KV tokens" for kv in self._lengths]
-            rising = _rising([cells[n, kv] for kv in self._lengths], names)
-            cells.update({(n, kv): value for kv, value in zip(self._lengths, rising, strict=True)})
-        for kv in self._lengths:
-            names = [f"{n} sequences of {kv} KV tokens" for n in self._counts]
-            rising = _rising([cells[n, kv] for n in self._counts], names)
-            cells.update({(n, kv): value for n, value in zip(self._counts, rising, strict=True)})
-        self._rows = [[cells[n, kv] for kv in self._lengths] for n in self._counts]
+        grid = [[cells[n, kv] for kv in self._lengths] for n in self._counts]
+        for line in (*grid, *zip(*grid, strict=True)):
+            self._check(line)
+        self._rows = _pooled_grid([[cell.seconds for cell in row] for row in grid])
+
+    def _check(self, points: Sequence[Measured]) -> None:
+        """Notes each point that is below the highest before it. Raises ConfigError where one is so by more than the
+        measurements differ, is no time, or comes twice."""
+        highest: Measured | None = None
+        for number, point in enumerate(points):
+            if not 0 < point.seconds < math.inf:
+                raise ConfigError(f"{point}: took {point.seconds!r} s; each measurement must be above 0")
+            if number and str(points[number - 1]) == str(point):
+                raise ConfigError(f"{point}: is there twice; keep one of the measurements")
+            if highest is None or point.seconds >= highest.seconds:
+                highest = point
+                continue
+            fall = f"{highest} took {1000 * highest.seconds:.2f} ms, and {point} {1000 * point.seconds:.2f} ms"
+            differ_s = 2 * math.hypot(highest.spread_s, point.spread_s)
+            if highest.seconds - point.seconds > max(MOST_FALL * highest.seconds, differ_s):
+                raise ConfigError(f"the curve falls: {fall}; measure both again, or remove the wrong point")
+            self.notes.append(f"{fall}, no more apart than measurements are: pooled, so that more work takes no less")
 
     def seconds(self, step: StepSize) -> float:
         prompt_s = self._of_prompt(step) if step.num_prompt_tokens else 0.0
@@ -171,21 +202,22 @@ def interpolated(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
     return y0 + (y1 - y0) / (x1 - x0) * (x - x0)
 
 
-def _rising(values: Sequence[float], names: Sequence[str]) -> list[float]:
-    """The values, lifted to the highest before them. Raises ConfigError where one falls by more than `MOST_FALL`, is no
-    time, or comes twice."""
-    risen: list[float] = []
-    for number, (value, name) in enumerate(zip(values, names, strict=True)):
-        if not 0 < value < math.inf:
-            raise ConfigError(f"{name}: took {value!r} s; each measurement must be above 0")
-        if number and names[number - 1] == name:
-            raise ConfigError(f"{name}: is there twice; keep one of the measurements")
-        highest = max(risen, default=0.0)
-        if value < (1 - MOST_FALL) * highest:
-            before = names[risen.index(highest)]
-            raise ConfigError(
-                f"the curve falls: {before} took {1000 * highest:.2f} ms, and {name} {1000 * value:.2f} ms; measure "
-                "both again, or remove the wrong point"
-            )
-        risen.append(max(highest, value))
-    return risen
+def _pooled(values: Sequence[float]) -> list[float]:
+    """The nearest values that never fall: those of neighbours that do become their mean (isotonic regression)."""
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        mean, size = value, 1
+        while pools and pools[-1][0] > mean:
+            before, num = pools.pop()
+            mean, size = (mean * size + before * num) / (size + num), size + num
+        pools.append((mean, size))
+    return [mean for mean, size in pools for _ in range(size)]
+
+
+def _pooled_grid(rows: list[list[float]]) -> list[list[float]]:
+    """The same along the rows and along the columns of a grid, in turn until neither falls."""
+    while True:
+        columns = [_pooled(column) for column in zip(*map(_pooled, rows), strict=True)]
+        rows = [list(row) for row in zip(*columns, strict=True)]
+        if all(after >= before * (1 - 1e-12) for row in rows for before, after in itertools.pairwise(row)):
+            return rows

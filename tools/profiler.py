@@ -12,11 +12,13 @@ the messages, is what a simulation takes for each of them.
 from __future__ import annotations
 
 import http.client
+import math
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from functools import partial
 from typing import Any
 
 from cluster.errors import ConfigError, FailedPrecondition, InternalError
@@ -31,6 +33,9 @@ from tools.doctor.subject import FetchedMetrics, fetch
 _MARGIN = 8
 _FIRST_ID = 10
 """Lower ids are often special tokens."""
+STEADY = 0.02
+"""A median is steady when its standard error is no more than this share of it."""
+MOST_ROUNDS = 4
 _TRIES = 3
 _SETTLE_S = 2.0
 _POLL_S = 0.02
@@ -47,7 +52,8 @@ class ProfileSizes:
     lengths: Sequence[int] = (32, 256, 1024)
     """Tokens of the prompt that sequences begin with."""
     num_steps: int = 32
-    rounds: int = 3
+    rounds: int = 5
+    """How often each size is measured; one whose median is not steady by then, up to `MOST_ROUNDS` times as often."""
 
 
 @dataclass(frozen=True)
@@ -132,11 +138,14 @@ class Profiler:
         counts = [n for n in sizes.sequences if n <= worker.max_num_seqs]
         cells = [(n, kv) for n in counts for kv in lengths if kv + n * sizes.num_steps <= worker.kv_tokens // 2]
         self._send(64 if longest >= 64 else 1, 1, 4)  # what happens once happens before
-        for _ in range(sizes.rounds):
-            for num_tokens in prompts:
-                yield from self._prompt(num_tokens)
-            for count, length in cells:
-                yield from self._decode(count, length)
+        measurements = [partial(self._prompt, n) for n in prompts] + [partial(self._decode, *cell) for cell in cells]
+        times: list[list[float]] = [[] for _ in measurements]
+        for number in range(MOST_ROUNDS * sizes.rounds):
+            for measure, known in zip(measurements, times, strict=True):
+                if number < sizes.rounds or not _is_steady(known):
+                    for step in measure():
+                        known.append(step.seconds)
+                        yield step
 
     def _prompt(self, num_tokens: int) -> Iterator[ProfiledStep]:
         """Nothing for a prompt that is computed in several steps."""
@@ -204,6 +213,14 @@ class Profiler:
         known = [w.stats for w in self._client.status().workers if w.stats.HasField("step_cost")]
         most = max(known, key=lambda stats: stats.num_steps, default=None)
         return None if most is None else StepCost.from_proto(most.step_cost)
+
+
+def _is_steady(seconds: Sequence[float]) -> bool:
+    """Whether more measurements would hardly move the median; also where there are none, or one that was to do."""
+    if len(seconds) < 2:
+        return True
+    error_s = 1.25 * statistics.stdev(seconds) / math.sqrt(len(seconds))  # of the median of a normal distribution
+    return error_s <= STEADY * statistics.median(seconds)
 
 
 def _size_of(step: ProfiledStep) -> StepSize:

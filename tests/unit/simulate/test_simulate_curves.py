@@ -107,9 +107,30 @@ def test_a_curve_that_falls_or_has_gaps_is_refused_by_its_point(
     assert says in str(caught.value)
 
 
-def test_a_small_fall_between_repeated_measurements_is_lifted() -> None:
-    curve = MeasuredCurve([MeasuredPrompt(128, 0.0200), MeasuredPrompt(256, 0.0195), MeasuredPrompt(512, 0.04)], [])
-    assert curve.seconds(StepSize.of_prompt(256)) == 0.02
+def test_points_that_fall_no_more_than_measurements_differ_are_pooled_with_a_note() -> None:
+    prompts = [MeasuredPrompt(128, 0.0200), MeasuredPrompt(256, 0.0195), MeasuredPrompt(512, 0.04)]
+    decodes = [MeasuredDecode(2, 48, 6e-3, 5e-4), MeasuredDecode(4, 48, 4.8e-3, 4e-4), MeasuredDecode(8, 48, 7e-3)]
+    curve = MeasuredCurve(prompts, decodes)
+    assert curve.seconds(StepSize.of_prompt(256)) == curve.seconds(StepSize.of_prompt(128)) == pytest.approx(0.01975)
+    assert curve.seconds(StepSize(0, 0, 2, 96)) == curve.seconds(StepSize(0, 0, 4, 192)) == pytest.approx(5.4e-3)
+    assert curve.seconds(StepSize(0, 0, 8, 384)) == 7e-3
+    prompt_note, decode_note = curve.notes
+    assert prompt_note.startswith("a prompt of 128 tokens took 20.00 ms, and a prompt of 256 tokens 19.50 ms, no more")
+    assert decode_note.startswith("2 sequences of 48 KV tokens took 6.00 ms, and 4 sequences of 48 KV tokens 4.80 ms")
+    with pytest.raises(ConfigError, match=r"falls: 2 sequences of 48 KV tokens took 6\.00 ms, and 4 sequences of 48"):
+        MeasuredCurve([], [MeasuredDecode(2, 48, 6e-3, 3e-4), MeasuredDecode(4, 48, 4.8e-3, 3e-4)])
+
+
+def test_a_pooled_grid_rises_with_sequences_and_with_their_lengths() -> None:
+    draw = random.Random(3)
+    counts, lengths = (1, 2, 4, 8), (32, 256, 1024)
+    noisy = {(n, kv): (1e-3 + 1e-5 * n + 1e-9 * n * kv) * draw.uniform(0.8, 1.2) for n in counts for kv in lengths}
+    curve = MeasuredCurve([], [MeasuredDecode(n, kv, seconds, 0.2e-3) for (n, kv), seconds in noisy.items()])
+    rows = [[curve.seconds(StepSize(0, 0, n, n * kv)) for kv in lengths] for n in counts]
+    assert curve.notes
+    for line in (*rows, *zip(*rows, strict=True)):
+        assert sorted(line) == pytest.approx(list(line), rel=1e-9)
+    assert sum(map(sum, rows)) == pytest.approx(sum(noisy.values()))  # means of pools, not their highest
 
 
 def of(batch: int, prompt: int) -> StepSize:

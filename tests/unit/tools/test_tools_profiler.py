@@ -4,7 +4,10 @@ reads."""
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +20,7 @@ from cluster.pb import admin_pb2, generation_pb2, worker_pb2
 from cluster.step_cost import StepCost
 from simulate.worker_profile import read_profile
 from tools import profiler
-from tools.profiler import Profiler, ProfileSizes, errors_of
+from tools.profiler import MOST_ROUNDS, Profiler, ProfileSizes, errors_of
 
 COST = StepCost(2e-3, 5e-5, 1e-9, 1e-4, 1e-7)
 HOST_S = 0.012
@@ -48,6 +51,8 @@ class TimedCluster:
         self._status = admin_pb2.GetStatusResponse(
             workers=[admin_pb2.WorkerStatus(worker_id="decode-0", state=ready, info=info, stats=stats)]
         )
+        self.noise: Callable[[], float] = lambda: 1.0
+        """How many times longer a step takes than its cost."""
         self._extra_steps = extra_steps
         """Steps of others in each request."""
         self._sums: dict[tuple[str, str], float] = defaultdict(float)
@@ -72,6 +77,7 @@ class TimedCluster:
         return generation_pb2.GenerateResponse(ends=[generation_pb2.SequenceEnd(index=n) for n in range(count)])
 
     def _add(self, kind: str, tokens: int, seconds: float) -> None:
+        seconds *= self.noise()
         for name, value in (("steps", 1), ("step_tokens", tokens), ("step_seconds", seconds)):
             self._sums[name, kind] += value
         self.now += seconds
@@ -123,6 +129,24 @@ def test_a_profile_is_read_as_a_curve_and_planned_with(monkeypatch: pytest.Monke
     load = ("--input-len", "200", "--output-len", "2", "--num-prompts", "5", "--request-rate", "0.1", "--ratio", "0:1")
     done = baton("simulate", *options[:4], *load, "--profile", str(file), "--json")
     assert json.loads(done.stdout)["ttft_s"]["mean"] == pytest.approx(COST.of_prompt(200, 0) + HOST_S, rel=0.05)
+
+
+def test_sizes_are_measured_until_their_medians_are_steady(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Those that are steady are not measured again, and what is left of the noise is pooled away."""
+    sizes = replace(SIZES, num_steps=4, rounds=3)
+    numbers, errors = [], []
+    for noise in (0.0, 0.15):
+        cluster, draw = TimedCluster(), random.Random(1)
+        cluster.noise = lambda draw=draw, noise=noise: draw.uniform(1 - noise, 1 + noise)  # type: ignore[misc]
+        document = profiled(monkeypatch, cluster, sizes)
+        file = tmp_path / "profile.json"
+        file.write_text(json.dumps(document))
+        numbers.append(Counter((s["prompt_tokens"], s["sequences"], s["kv_tokens"]) for s in document["steps"]))
+        errors.append(read_profile(file).curve.error.p90)
+    quiet, noisy = numbers
+    assert set(quiet.values()) == {3}
+    assert max(noisy.values()) == 3 * MOST_ROUNDS and 3 <= min(noisy.values()) < 3 * MOST_ROUNDS
+    assert errors[0] < 1e-9 and errors[1] < 0.1
 
 
 def test_steps_of_others_are_not_taken_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
