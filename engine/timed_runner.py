@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -31,7 +30,7 @@ from engine.models.config import ModelConfig
 from engine.sampling.params import SampleRow
 from engine.sampling.samples import Samples
 from engine.step_input import IntArray, StepInput, size_of
-from engine.token_hash import MULTIPLIER, TokenHash, states_after
+from engine.token_hash import StateArray, TokenHash, states_after
 
 HOST_S = 0.005
 """A step that is launched so long after the end of the one before it was queued behind it: on a GPU the host launches
@@ -118,16 +117,11 @@ class TimedRunner:
         if (remaining := due - self._clock()) > 0:
             self._sleep(remaining)
 
-    def _write(self, step: StepInput) -> npt.NDArray[np.uint64]:
+    def _write(self, step: StepInput) -> StateArray:
         """The state after each new token, [T], which it writes to the token's place."""
         firsts = step.cu_seqlens_q[:-1]
         before = self._states_before(step, step.positions[firsts])
-        if len(before) == len(step.token_ids):
-            states = before * np.uint64(MULTIPLIER) + (step.token_ids.astype(np.uint64) + np.uint64(1))
-        else:
-            spans = zip(before.tolist(), firsts.tolist(), step.cu_seqlens_q[1:].tolist(), strict=True)
-            parts = [states_after(state, step.token_ids[first:end]) for state, first, end in spans]
-            states = np.concatenate([*parts, np.zeros(0, dtype=np.uint64)])
+        states = states_after(before, step.token_ids, step.cu_seqlens_q)
         layers = step.positions % self._num_layers
         self._halves[layers, 0, step.slot_mapping] = states & np.uint64(0xFFFFFFFF)
         self._halves[layers, 1, step.slot_mapping] = states >> np.uint64(32)
@@ -144,7 +138,7 @@ class TimedRunner:
         slots: IntArray = blocks * self._block_size + last % self._block_size
         return slots
 
-    def _states_before(self, step: StepInput, positions: IntArray) -> npt.NDArray[np.uint64]:
+    def _states_before(self, step: StepInput, positions: IntArray) -> StateArray:
         """The state before each sequence's first new token, at these positions, [S]."""
         slots, layers = self._slots_before(step), np.maximum(positions - 1, 0) % self._num_layers
         low, high = (self._halves[layers, half, slots].astype(np.uint64) for half in (0, 1))

@@ -8,13 +8,16 @@ state * MULTIPLIER + token + 1, modulo 2**64. Pure: no torch, no clock.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from functools import cache
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.sequence import Request
+from engine.step_input import IntArray
 
+StateArray = npt.NDArray[np.uint64]
 _MASK = (1 << 64) - 1
 MULTIPLIER = 6364136223846793005  # of Knuth's MMIX generator; odd, so it has an inverse
 _INVERSE = pow(MULTIPLIER, -1, 1 << 64)
@@ -66,20 +69,33 @@ def obstacle(request: Request) -> str:
     return f"this worker's steps are timed: its tokens are hashes without logits, so leave out {names}" if names else ""
 
 
-def states_after(state: int, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.uint64]:
-    """Returns the state after each of `tokens`, which follow `state`: what `extend` gives one by one, [T]."""
-    count = len(tokens)
-    powers, inverses = (_powers(base, count + 1) for base in (MULTIPLIER, _INVERSE))
+def states_after(before: StateArray, tokens: IntArray, cu_seqlens: IntArray) -> StateArray:
+    """Returns the state after each new token of some sequences: what `extend` gives one by one, [T].
+
+    `before` [S]: the state before the first one of each; `cu_seqlens` [S + 1]: where they begin in `tokens` [T].
+    """
+    values = tokens.astype(np.uint64) + np.uint64(1)
+    if len(before) == len(tokens):
+        states: StateArray = before * np.uint64(MULTIPLIER) + values
+        return states
+    starts, lengths = cu_seqlens[:-1], np.diff(cu_seqlens)
+    powers, inverses = _powers(1 << int(lengths.max()).bit_length())
+    places = np.arange(1, len(tokens) + 1) - np.repeat(starts, lengths)
     # state_k / M^k grows by (token_k + 1) / M^k with each token, all modulo 2**64, as uint64 wraps.
-    scaled = np.cumsum((tokens.astype(np.uint64) + np.uint64(1)) * inverses[1:], dtype=np.uint64)
-    return (scaled + np.uint64(state)) * powers[1:]
+    scaled = values * inverses[places]
+    sums = np.cumsum(scaled, dtype=np.uint64)
+    shifts = before - sums[starts] + scaled[starts]
+    states = (sums + np.repeat(shifts, lengths)) * powers[places]
+    return states
 
 
-def _powers(base: int, count: int) -> npt.NDArray[np.uint64]:
-    """The powers of `base` from 0 on."""
-    factors = np.full(count, base, dtype=np.uint64)
-    factors[0] = 1
-    return np.cumprod(factors, dtype=np.uint64)
+@cache
+def _powers(count: int) -> tuple[StateArray, StateArray]:
+    """The powers of the multiplier and of its inverse, from 0 on."""
+    factors = np.array([[MULTIPLIER], [_INVERSE]], dtype=np.uint64).repeat(count, axis=1)
+    factors[:, 0] = 1
+    powers, inverses = np.cumprod(factors, axis=1, dtype=np.uint64)
+    return powers, inverses
 
 
 def _mixed(state: int) -> int:

@@ -139,7 +139,7 @@ class RequestOutcome:
         prompt, num_output = request.shape.prompt(VOCAB, seed, number), request.num_output_tokens
         assert self.is_complete == self.is_finished, f"request {number} was told another end than it had"
         for index, told in enumerate(self.told):
-            expected = undisturbed(prompt, seed_of(number, num_output), num_output, index)
+            expected = undisturbed(prompt, num_output, index)
             if request.may_end_early:
                 expected[-1] = END_TOKEN
             try:

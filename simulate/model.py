@@ -1,7 +1,6 @@
-"""The simulated model: its KV is a hash of the tokens, and its next token is a hash of its KV.
+"""The simulated model: its KV is a hash of the tokens, and its next token is a hash of its KV (`engine.token_hash`).
 
-The KV of a token is the sum of a hash of each token before it and of itself, with its position, modulo 2**64. So one
-number in each slot of the pool stands for a whole prefix, a step reads it where the step before it (or a hand-off)
+One number in each slot of the pool stands for a whole prefix, a step reads it where the step before it (or a hand-off)
 left it, and KV that was lost, overwritten or landed in the wrong place leads to other tokens than those of the
 undisturbed run. No tensors.
 """
@@ -11,35 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from engine.sampling.params import SampleRow, SamplingParams
 from engine.step_input import IntArray, StepInput
+from engine.token_hash import StateArray, TokenHash, states_after
 
 VOCAB = 65_521
 """Tokens of the simulated model, but for its end."""
 END_TOKEN = VOCAB
 """Ends an output before its client's limit."""
 
-StateArray = npt.NDArray[np.uint64]
 Done = Callable[..., None]
 """Called when a transfer has ended, with how."""
-_MASK = (1 << 64) - 1
-_FIRST, _SECOND, _THIRD = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64
 
 
 class PageAlarm(AssertionError):
     """KV is read that was not written, or that another sequence has written over."""
-
-
-def token_states(tokens: Sequence[int] | IntArray, positions: IntArray) -> StateArray:
-    """The share of each token in the KV of those behind it, [T]."""
-    values = np.asarray(tokens).astype(np.uint64) + positions.astype(np.uint64) * np.uint64(VOCAB) + np.uint64(1)
-    values *= np.uint64(_FIRST)
-    values ^= values >> np.uint64(30)
-    values *= np.uint64(_SECOND)
-    values ^= values >> np.uint64(27)
-    return values
 
 
 def seed_of(number: int, num_output_tokens: int) -> int:
@@ -52,7 +38,7 @@ def sampled_token(state: int, row: SampleRow) -> int:
     params = row.params
     if params.stop_token_ids and row.position + 1 >= output_length(params):
         return END_TOKEN
-    return next_token(state, params.seed, row.sequence_index)
+    return TokenHash(state=state).next_token(VOCAB, row.sequence_index)
 
 
 def output_length(params: SamplingParams) -> int:
@@ -60,28 +46,14 @@ def output_length(params: SamplingParams) -> int:
     return params.seed & 0xFFFFFFFF if params.stop_token_ids else params.max_output_tokens
 
 
-def next_token(state: int, seed: int, sequence_index: int) -> int:
-    value = (state ^ (seed * _THIRD + sequence_index * _FIRST)) & _MASK
-    value = ((value ^ (value >> 30)) * _SECOND) & _MASK
-    value = ((value ^ (value >> 27)) * _THIRD) & _MASK
-    return int((value ^ (value >> 31)) % VOCAB)
-
-
-def undisturbed(prompt: Sequence[int], seed: int, num_tokens: int, sequence_index: int = 0) -> list[int]:
+def undisturbed(prompt: Sequence[int], num_tokens: int, sequence_index: int = 0) -> list[int]:
     """The output of one sequence as it must come."""
-    count = np.arange(len(prompt), dtype=np.int32)
-    state = int(token_states(prompt, count).sum(dtype=np.uint64)) if len(prompt) else 0
+    prefix = TokenHash(prompt)
     output: list[int] = []
     while len(output) < num_tokens:
-        output.append(next_token(state, seed, sequence_index))
-        state = (state + _state(output[-1], len(prompt) + len(output) - 1)) & _MASK
+        output.append(prefix.next_token(VOCAB, sequence_index))
+        prefix.extend(output[-1:])
     return output
-
-
-def _state(token: int, position: int) -> int:
-    value = ((token + position * VOCAB + 1) * _FIRST) & _MASK
-    value = ((value ^ (value >> 30)) * _SECOND) & _MASK
-    return value ^ (value >> 27)
 
 
 class KvPages:
@@ -97,7 +69,7 @@ class KvPages:
         """Computes a step's tokens; returns the KV of each sequence's last one, [S]."""
         for source, target in step.block_copies.tolist():
             self._copy_block(source, target)
-        states = self._states_of(step, self._before(step))
+        states = states_after(self._before(step), step.token_ids, step.cu_seqlens_q)
         self._store(step.slot_mapping, states, self.num_layers)
         last: StateArray = states[step.cu_seqlens_q[1:] - 1]
         return last
@@ -134,19 +106,6 @@ class KvPages:
         """Writes layers up to `end` of some tokens."""
         self._states[slots] = states
         self._layers[slots] = end
-
-    @staticmethod
-    def _states_of(step: StepInput, before: StateArray) -> StateArray:
-        """The KV of the tokens of a step, [T]."""
-        states = token_states(step.token_ids, step.positions)
-        if len(states) > len(before):
-            sums = np.cumsum(states, dtype=np.uint64)
-            starts = step.cu_seqlens_q[:-1]
-            shift = before - sums[starts] + states[starts]
-            states = sums + np.repeat(shift, np.diff(step.cu_seqlens_q))
-        else:
-            states += before
-        return states
 
     def _before(self, step: StepInput) -> StateArray:
         """The KV of the token before each sequence's first new one, [S]."""

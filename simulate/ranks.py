@@ -20,9 +20,10 @@ import numpy as np
 from cluster.pb import rank_pb2
 from engine.sampling.params import SampledToken, SampleRow
 from engine.step_input import StepInput, size_of
+from engine.token_hash import StateArray
 from kv_transfer.actions import Chunk
 from simulate.curves import StepCurve
-from simulate.model import KvPages, StateArray, sampled_token
+from simulate.model import KvPages, sampled_token
 from simulate.virtual_loop import VirtualLoop
 from simulate.wire import KvTransfer, Nic, Wires
 from worker.handoff_connection import Done, ErrorKind

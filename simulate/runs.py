@@ -26,9 +26,10 @@ from engine.sampling.params import SampledToken
 from engine.sequence import ScheduledSequence
 from engine.sequence import Sequence as Output
 from engine.step_budget import StepBudget
+from engine.token_hash import StateArray
 from prefill_worker.sender import MIN_LAYERED_TOKENS
 from simulate.curves import StepCurve
-from simulate.model import END_TOKEN, KvPages, StateArray, output_length
+from simulate.model import END_TOKEN, KvPages, output_length
 from simulate.ranks import Clockwork, SimulatedRanks, do_nothing
 from simulate.virtual_loop import ScheduledCall
 from simulate.wire import Nic

@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from engine.kv.block_manager import BlockManager
 from engine.step_input import IntArray, StepInput
-from simulate.model import Done, KvPages, PageAlarm, StateArray
+from engine.token_hash import StateArray, states_after
+from simulate.model import Done, KvPages, PageAlarm
 
 
 class WatchedPages(KvPages):
@@ -62,7 +63,7 @@ class WatchedPages(KvPages):
             self._copy_block(source, target)
         self._check_before(step)
         before = self._before(step)
-        states = self._states_of(step, before)
+        states = states_after(before, step.token_ids, step.cu_seqlens_q)
         parents = np.empty_like(states)
         parents[1:] = states[:-1]
         parents[step.cu_seqlens_q[:-1]] = before

@@ -3,8 +3,9 @@
 import random
 
 import numpy as np
+import pytest
 
-from engine.token_hash import START, TokenHash, states_after
+from engine.token_hash import TokenHash, states_after
 
 TOKENS = [5, 0, 7, 7, 151_935, 1, 0]
 
@@ -20,16 +21,20 @@ def test_any_other_prefix_has_another_state() -> None:
     assert len({TokenHash(tokens).state for tokens in [TOKENS, *others]}) == 6
 
 
-def test_states_of_a_whole_array_are_those_of_token_by_token() -> None:
+@pytest.mark.parametrize("lengths", [(), (1, 1, 1), (1500,), (3, 1, 700, 2)])
+def test_states_of_a_whole_step_are_those_of_token_by_token(lengths: tuple[int, ...]) -> None:
     rng = random.Random(3)
-    tokens = [rng.randrange(200_000) for _ in range(1500)]
-    state, expected = TokenHash(TOKENS), []
-    for token in tokens:
-        state.extend([token])
-        expected.append(state.state)
-    found = states_after(TokenHash(TOKENS).state, np.array(tokens, dtype=np.int32))
+    sequences = [[rng.randrange(200_000) for _ in range(length)] for length in lengths]
+    before = [TokenHash(TOKENS[: number % 3]) for number in range(len(lengths))]
+    starts = np.cumsum([0, *lengths], dtype=np.int32)
+    tokens = np.array([token for each in sequences for token in each], dtype=np.int32)
+    found = states_after(np.array([each.state for each in before], dtype=np.uint64), tokens, starts)
+    expected = []
+    for state, each in zip(before, sequences, strict=True):
+        for token in each:
+            state.extend([token])
+            expected.append(state.state)
     assert found.tolist() == expected
-    assert states_after(START, np.array([], dtype=np.int32)).tolist() == []
 
 
 def test_a_copy_goes_on_by_itself() -> None:

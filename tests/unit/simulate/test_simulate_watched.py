@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from planted_bugs import BUGS, planted
 
 from cluster.pb import generation_pb2
 from engine.step_input import SequenceSlice, StepInput, build_step
-from simulate.model import PageAlarm, token_states
+from engine.token_hash import TokenHash
+from simulate.model import PageAlarm
 from simulate.scenario import Scenario
 from simulate.watched_pages import WatchedPages
 from simulate.watched_router import Told
@@ -36,8 +36,7 @@ def run(pages: WatchedPages, step: StepInput) -> None:
 def test_a_sequence_goes_on_where_it_was_computed() -> None:
     pages, blocks = pool_with_prompt()
     run(pages, step_of(blocks, (17,), start=6))
-    total = token_states(np.array([*PROMPT, 17]), np.arange(7, dtype=np.int32)).sum(dtype=np.uint64)
-    assert pages.read(blocks, 6, 7)[-1] == total
+    assert pages.read(blocks, 6, 7)[-1] == TokenHash([*PROMPT, 17]).state
 
 
 def test_a_step_may_not_read_a_block_that_was_freed() -> None:
