@@ -85,18 +85,6 @@ class DecodeScheduler:
             max(0, blocks_for(s.num_tokens + 1, block_size) - len(s.block_table)) + s.fan_out - 1 for s in self._running
         )
 
-    def provide(self, num_steps: int) -> bool:
-        """Gives the batch the blocks of so many steps, each with one token of every sequence. False, and none given,
-        where they do not all fit."""
-        block_size, blocks = self._blocks.block_size, self._blocks
-        needed = [blocks_for(s.num_computed_tokens + num_steps, block_size) - len(s.block_table) for s in self._running]
-        if not blocks.can_allocate(sum(num for num in needed if num > 0)):
-            return False
-        for sequence, num in zip(self._running, needed, strict=True):
-            if num > 0:
-                sequence.block_table.extend(blocks.allocate(num))
-        return True
-
     def can_plan_ahead(self) -> bool:
         """Whether the next step has room without preempting anyone: blocks of a step under way do not come back."""
         block_size = self._blocks.block_size
@@ -150,15 +138,16 @@ class DecodeScheduler:
         return sum(s.fan_out for s in self._running) + self.num_reserved_seqs + more
 
     def _make_room(self) -> list[Sequence]:
+        """Gives each running sequence the blocks of its tokens; returns who was preempted for them."""
         preempted: list[Sequence] = []
-        for sequence in list(self._running):
-            if sequence in preempted:
-                continue
-            needed = blocks_for(sequence.num_tokens, self._blocks.block_size) - len(sequence.block_table)
-            while needed > 0 and sequence not in preempted and not self._blocks.can_allocate(needed):
+        block_size, blocks = self._blocks.block_size, self._blocks
+        short = [s for s in self._running if s.num_tokens > len(s.block_table) * block_size]
+        for sequence in short:
+            needed = blocks_for(sequence.num_tokens, block_size) - len(sequence.block_table)
+            while sequence not in preempted and not blocks.can_allocate(needed):
                 preempted.append(self._preempt_youngest())
-            if needed > 0 and sequence not in preempted:
-                sequence.block_table.extend(self._blocks.allocate(needed))
+            if sequence not in preempted:
+                sequence.block_table.extend(blocks.allocate(needed))
         return preempted
 
     def _preempt_youngest(self) -> Sequence:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Self
+from functools import cached_property
+from typing import NamedTuple, Self
 
 from cluster.lifecycle import RequestKey
 from cluster.pb import worker_pb2
@@ -63,7 +64,7 @@ class Request:
             return f"{len(self.known_start)} output tokens are known, and {max_output_tokens} are the most"
         return ""
 
-    @property
+    @cached_property
     def known_start(self) -> tuple[int, ...]:
         """Known output tokens that are computed, cached and handed over as if they were the end of the prompt.
 
@@ -238,8 +239,7 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
-@dataclass(frozen=True)
-class ScheduledSequence:
+class ScheduledSequence(NamedTuple):
     """A sequence's share of the next step."""
 
     sequence: Sequence

@@ -11,31 +11,30 @@ token and their last, and a few times a second between.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from cluster.pb import rank_pb2
+from cluster.pb import rank_pb2, worker_pb2
 from cluster.settings import WorkerSettings
 from cluster.step_cost import StepSize
 from decode_worker.scheduler import BlockCopies
 from engine.kv.block_manager import BlockManager
-from engine.sampling.params import SampledToken
-from engine.sequence import ScheduledSequence
+from engine.sampling.params import SampledToken, check_finish
+from engine.sequence import ScheduledSequence, publish_blocks
 from engine.sequence import Sequence as Output
 from engine.step_budget import StepBudget
 from engine.token_hash import StateArray
 from prefill_worker.sender import MIN_LAYERED_TOKENS
-from simulate.curves import StepCurve
 from simulate.model import END_TOKEN, KvPages, output_length
-from simulate.ranks import Clockwork, SimulatedRanks, do_nothing
+from simulate.ranks import SimulatedRanks, do_nothing
 from simulate.virtual_loop import ScheduledCall
-from simulate.wire import Nic
 from simulate.workload import LEAST_TOKEN
 from worker.decode_role import DecodeRole
 from worker.prefill_role import PrefillRole
+from worker.reporter import finish_to_proto
 from worker.step_pipeline import StepPipeline, size_of_shares
 
 LONGEST_S = 0.25
@@ -96,21 +95,9 @@ class RunRanks(SimulatedRanks):
     travelled while the next one was computed.
     """
 
-    def __init__(
-        self,
-        world: Clockwork,
-        name: str,
-        pages: KvPages,
-        curve: StepCurve,
-        nic: Nic,
-        kv_bytes_per_token: float,
-        command_s: float,
-        post: Callable[..., None],
-        num_parts: int = 1,
-        offer_s: float = 0.0,
-    ) -> None:
+    def __init__(self, *of_all_ranks: Any, num_parts: int = 1, offer_s: float = 0.0) -> None:
         """`offer_s`: seconds from a chunk's gather to its transfer."""
-        super().__init__(world, name, pages, curve, nic, kv_bytes_per_token, command_s, post)
+        super().__init__(*of_all_ranks)
         self._num_parts = num_parts
         self._offer_s = offer_s
         self._run: StepRun | None = None
@@ -195,6 +182,8 @@ class RunPipeline(StepPipeline):
         self._under_way: _Flight | None = None
         self._told: dict[Output, int] = {}
         """Tokens of the outputs of running sequences that are reported."""
+        self._lengths: dict[Output, int] = {}
+        """Tokens that those outputs will have in the end."""
         self._tell_due = 0.0
 
     @property
@@ -225,6 +214,8 @@ class RunPipeline(StepPipeline):
     def _begin(self, settings: WorkerSettings) -> _Flight | None:
         """Plans a step and sets it off, and those like it; None when there is nothing to run."""
         number = self._ranks.num_steps + 1
+        if not (self._decode.num_running or any(self._waiting)):
+            return None
         budget = StepBudget(settings.engine.max_num_batched_tokens, settings.slo.tpot_s, lambda: self._step_clock.cost)
         decoding, preempted, copies = self._decode.plan(budget)
         prefilling = self._prefill.plan(budget, number - 1)
@@ -239,12 +230,11 @@ class RunPipeline(StepPipeline):
         self._blocks.begin_step()
         if self._reporter.is_pressing:
             self._reporter.flush()
-        going_on = [p.sequence for p in decoding if p.num_tokens == 1 and not p.sequence.is_fresh]
-        others = [p for p in decoding if p.num_tokens > 1 or p.sequence.is_fresh]
+        going_on, others = self._parted(decoding)
         size = size_of_shares(scheduled)
         is_alike = len(going_on) == len(scheduled) and not copies
-        run = self._ranks.run_of(size, min(map(_num_left, going_on)) if is_alike else 1)
-        if run.num_steps > 1 and not self._decode.provide(run.num_steps):
+        run = self._ranks.run_of(size, self._most_steps(going_on) if is_alike else 1)
+        if run.num_steps > 1 and not self._provide(going_on, run.num_steps):
             run.num_steps = 1
         self._ranks.begin(run, size)
         ends = {id(p) for p in (*others, *prefilling) if p.num_tokens == p.sequence.num_remaining}
@@ -275,35 +265,97 @@ class RunPipeline(StepPipeline):
                 own = replace(size, num_kv_tokens=size.num_kv_tokens + num_more) if num_more else size
                 self._step_clock.note(own, run.first_s + step * run.growth_s)
 
-    def _go_on(self, sequences: list[Output], num_steps: int, *, is_due: bool) -> None:
-        told, tokens = self._told, [TOKEN] * num_steps
+    def _parted(self, shares: list[ScheduledSequence]) -> tuple[list[Output], list[ScheduledSequence]]:
+        """Sequences that get a token in each step, and the other shares."""
+        going_on, others, told = [], [], self._told
+        for p in shares:
+            sequence = p.sequence
+            if sequence in told:
+                going_on.append(sequence)
+            elif p.num_tokens == 1 and not sequence.is_fresh:
+                going_on.append(sequence)
+                told[sequence] = len(sequence.output_token_ids)
+                self._lengths[sequence] = output_length(sequence.request.params)
+            else:
+                others.append(p)
+        return going_on, others
+
+    def _most_steps(self, sequences: list[Output]) -> int:
+        """Steps until the first of these outputs ends."""
+        lengths = self._lengths
+        return max(1, min([lengths[sequence] - len(sequence.output_token_ids) for sequence in sequences]))
+
+    def _provide(self, sequences: list[Output], num_steps: int) -> bool:
+        """Gives the batch the blocks of so many steps, each with one token of every sequence. False, and none given,
+        where they do not all fit."""
+        block_size, blocks = self._blocks.block_size, self._blocks
+        short = []
+        num_missing = 0
         for sequence in sequences:
-            num_told = told.pop(sequence, None) or len(sequence.output_token_ids)
-            own = tokens
-            if sequence.request.params.stop_token_ids and _num_left(sequence) == num_steps:
-                own = [*tokens[:-1], END_TOKEN]
-            num_told = self._decode.process_run(sequence, own, num_told, is_due=is_due)
-            if num_told:
-                told[sequence] = num_told
+            num_tokens = sequence.num_computed_tokens + num_steps
+            if (num := -(-num_tokens // block_size) - len(sequence.block_table)) > 0:
+                short.append((sequence, num))
+                num_missing += num
+        if not blocks.can_allocate(num_missing):
+            return False
+        for sequence, num in short:
+            sequence.block_table.extend(blocks.allocate(num))
+        return True
+
+    def _go_on(self, sequences: list[Output], num_steps: int, *, is_due: bool) -> None:
+        """Hands out the tokens of a run; reports them where that `is_due`, and where they end an output."""
+        told, lengths, tokens = self._told, self._lengths, [TOKEN] * num_steps
+        if sequences != self._decode.running:
+            live = set(self._decode.running)  # others have been aborted meanwhile
+            sequences = [sequence for sequence in sequences if sequence in live]
+        for sequence in sequences:
+            output = sequence.output_token_ids
+            output += tokens
+            sequence.num_computed_tokens += num_steps
+            has_ended = len(output) >= lengths[sequence]
+            if has_ended and sequence.request.params.stop_token_ids:
+                output[-1] = END_TOKEN
+            if is_due or has_ended:
+                publish_blocks(sequence, self._blocks, 0)
+                self._report(sequence)
+            if has_ended:
+                del told[sequence], lengths[sequence]
+                self._decode.cancel(sequence.request.key, "its output is complete", sequence.index)
         if is_due:
             self._tell_due = self._clock() + LONGEST_S
-            self._told = {sequence: told[sequence] for sequence in sequences if sequence in told}
+            live = set(self._decode.running)
+            self._told = {sequence: num for sequence, num in told.items() if sequence in live}
+            self._lengths = {sequence: lengths[sequence] for sequence in self._told}
 
     def _tell(self, sequence: Output) -> None:
         """Reports what has not been of a sequence that stops getting a token in each step."""
-        num_told = self._told.pop(sequence, None)
-        if num_told is not None and num_told < len(sequence.output_token_ids):
-            self._reporter.emit_output(sequence, num_told)
+        if self._told.get(sequence, len(sequence.output_token_ids)) < len(sequence.output_token_ids):
+            self._report(sequence)
+        self._told.pop(sequence, None)
+        self._lengths.pop(sequence, None)
 
-
-def _num_left(sequence: Output) -> int:
-    """Tokens that a sequence still gets."""
-    return max(1, output_length(sequence.request.params) - len(sequence.output_token_ids))
+    def _report(self, sequence: Output) -> None:
+        """Reports the tokens of an output that are not reported yet, and whether it has ended."""
+        request, output, num_told = sequence.request, sequence.output_token_ids, self._told[sequence]
+        event = worker_pb2.Event(
+            tokens=worker_pb2.Tokens(
+                key=request.key.to_proto(),
+                sequence_index=sequence.index,
+                first_token_index=num_told,
+                token_ids=output[num_told:],
+            )
+        )
+        finish = check_finish(request.params, output)
+        if finish is not None:
+            finish_to_proto(finish, event.tokens)
+        self._told[sequence] = len(output)
+        self._reporter.emit(request.key, event, can_wait=finish is None)
 
 
 def _sampled(sequence: Output, is_end: bool) -> list[SampledToken]:
     """The token that a share leads to, if it does."""
     if not is_end:
         return []
-    ends_here = sequence.request.params.stop_token_ids and _num_left(sequence) == 1
+    params = sequence.request.params
+    ends_here = params.stop_token_ids and len(sequence.output_token_ids) + 1 >= output_length(params)
     return [SampledToken(END_TOKEN if ends_here else TOKEN)]

@@ -192,7 +192,7 @@ class SimulatedWorker:
         of_wire = spec.curve, self.nic, spec.kv_bytes_per_token, spec.command_s, inbox.post
         if cluster.is_fast:
             offer_s = spec.command_s + 2 * cluster.network.latency_s + spec.wire.latency_s
-            return RunRanks(cluster, spec.worker_id, pages, *of_wire, spec.num_layers, offer_s)
+            return RunRanks(cluster, spec.worker_id, pages, *of_wire, num_parts=spec.num_layers, offer_s=offer_s)
         return SimulatedRanks(cluster, spec.worker_id, pages, *of_wire)
 
     @property

@@ -188,11 +188,6 @@ class DecodeRole:
                 scheduled.sequence.count_ahead(scheduled.num_tokens, row)
         return self._scheduler.can_plan_ahead()
 
-    def provide(self, num_steps: int) -> bool:
-        """Gives the batch the blocks of so many decode steps at once. False, and nothing done, where it would have to
-        wait for some."""
-        return self._scheduler.provide(num_steps)
-
     def copied(self, copies: BlockCopies) -> None:
         self._scheduler.copied(copies)
 
@@ -237,25 +232,6 @@ class DecodeRole:
             is_over = child.index in task.aborted or finish is not None
             if child.index in task.live and is_over:
                 self._end_sequence(task, child)
-
-    def process_run(self, sequence: Sequence, token_ids: Seq[int], num_reported: int, *, is_due: bool) -> int:
-        """Several decode steps have run in one go, and led to these tokens. Output from `num_reported` on is reported,
-        and full blocks become findable, where that `is_due`, or the last token ends the sequence.
-
-        Returns how much of the output is reported; 0: the sequence is over.
-        """
-        if not self._is_live(sequence):
-            return 0
-        sequence.num_computed_tokens += len(token_ids)
-        sequence.output_token_ids.extend(token_ids)
-        has_ended = check_finish(sequence.request.params, sequence.output_token_ids) is not None
-        if is_due or has_ended:
-            publish_blocks(sequence, self._blocks, 0)
-            self._reporter.emit_output(sequence, num_reported)
-            num_reported = len(sequence.output_token_ids)
-        if has_ended:
-            self._end_sequence(self._tasks[sequence.request.key], sequence)
-        return 0 if has_ended else num_reported
 
     def check_idle(self) -> None:
         """Raises AssertionError unless nothing is held."""

@@ -106,31 +106,18 @@ class Reporter:
         is_pressing = index == 0 or finish is not None or request.key in self._report_each
         tokens = self._tokens.get(of_sequence)
         if tokens is None or index != tokens.first_token_index + len(tokens.token_ids):
-            tokens = self._tokens[of_sequence] = self._begin_tokens(sequence, index)
+            event = worker_pb2.Event()
+            tokens = event.tokens
+            tokens.key.CopyFrom(request.key.to_proto())
+            tokens.sequence_index, tokens.first_token_index = sequence.index, index
+            self._tokens[of_sequence] = tokens
+            self.emit(request.key, event, can_wait=True)
         self.is_pressing |= is_pressing
         tokens.token_ids.append(sampled.token_id)
         if request.params.top_logprobs is not None:
             tokens.logprobs.append(logprob_to_proto(sampled))
         if finish is not None:
             finish_to_proto(finish, tokens)
-
-    def emit_output(self, sequence: Sequence, index: int) -> None:
-        """Reports a sequence's output from token `index` on, without logprobs, and whether it has ended."""
-        finish = check_finish(sequence.request.params, sequence.output_token_ids)
-        tokens = self._begin_tokens(sequence, index)
-        tokens.token_ids.extend(sequence.output_token_ids[index:])
-        self.is_pressing |= finish is not None
-        if finish is not None:
-            finish_to_proto(finish, tokens)
-
-    def _begin_tokens(self, sequence: Sequence, index: int) -> worker_pb2.Tokens:
-        """Gathers an event for tokens from `index` on; returns its message, to be filled."""
-        event = worker_pb2.Event()
-        tokens = event.tokens
-        tokens.key.CopyFrom(sequence.request.key.to_proto())
-        tokens.sequence_index, tokens.first_token_index = sequence.index, index
-        self.emit(sequence.request.key, event, can_wait=True)
-        return tokens
 
     def emit_prompt_logprobs(self, sequence: Sequence, scores: Seq[SampledToken]) -> None:
         """Reports the logprobs of the prompt's tokens that this sequence was scored for last."""
