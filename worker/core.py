@@ -222,8 +222,10 @@ class Core:
         now = self._clock()
         # Whether it has any request is told at once: who waits for a worker to be free, or busy, goes by it.
         has_turned = bool(self.reporter.num_requests) is not bool(self._sent_stats.num_requests)
-        if now >= self._stats_due or (is_idle and (has_turned or self._steps.is_idle)):
-            stats = self._measure()
+        # Where something is left to do there will be another turn; what this one leaves unsaid is told then.
+        is_resting = is_idle and self._steps.is_idle and not self.reporter.num_requests
+        if now >= self._stats_due or is_resting or (is_idle and has_turned):
+            stats = self._measure(is_due=now >= self._stats_due)
             if stats != self._sent_stats:
                 self._sent_stats.CopyFrom(stats)
                 self._stats_due = now + STATS_INTERVAL_S
@@ -237,7 +239,8 @@ class Core:
         """On the engine thread (through the inbox): the result of `work`; None, and not run, during a step."""
         return work() if self._steps.is_idle else None
 
-    def _measure(self) -> worker_pb2.WorkerStats:
+    def _measure(self, *, is_due: bool = True) -> worker_pb2.WorkerStats:
+        """What a step costs is worked out anew where that `is_due`: it takes longer than all the rest."""
         stats, blocks = self._stats, self.blocks
         stats.blocks_free, stats.blocks_held = blocks.num_free, blocks.num_held
         stats.blocks_cached, stats.blocks_total = blocks.num_cached, blocks.num_total
@@ -245,7 +248,8 @@ class Core:
         stats.num_waiting_requests = self.decode.num_waiting + self.prefill.num_waiting + len(self._grammars)
         stats.num_requests = self.reporter.num_requests
         stats.num_preemptions = self.decode.num_preemptions
-        cost = self._steps.cost
-        if cost is not None:
-            stats.step_cost.CopyFrom(cost.to_proto())
+        if is_due or not stats.HasField("step_cost"):
+            cost = self._steps.cost
+            if cost is not None:
+                stats.step_cost.CopyFrom(cost.to_proto())
         return stats

@@ -13,8 +13,9 @@ Knows nothing of tensors, requests or time. Used from one thread.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, KeysView, Sequence
+from collections.abc import Collection, Iterable, KeysView, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from cluster import prefix_hash
 from cluster.errors import BatonError, InternalError
@@ -55,11 +56,11 @@ class CacheChanges:
         self._evicted: dict[bytes, None] = {}
         self._has_overflowed = False
 
-    def store(self, block_hash: bytes) -> None:
-        self._note(block_hash, self._stored, self._evicted)
+    def store(self, block_hashes: Iterable[bytes]) -> None:
+        self._note(block_hashes, self._stored, self._evicted)
 
-    def evict(self, block_hash: bytes) -> None:
-        self._note(block_hash, self._evicted, self._stored)
+    def evict(self, block_hashes: Iterable[bytes]) -> None:
+        self._note(block_hashes, self._evicted, self._stored)
 
     def take(self, served: Collection[bytes]) -> CacheEvents | None:
         """The changes since the last take; all that is `served` now when too many had piled up; None without any."""
@@ -72,13 +73,14 @@ class CacheChanges:
         self._stored, self._evicted = {}, {}
         return events
 
-    def _note(self, block_hash: bytes, here: dict[bytes, None], there: dict[bytes, None]) -> None:
+    def _note(self, block_hashes: Iterable[bytes], here: dict[bytes, None], there: dict[bytes, None]) -> None:
         if self._has_overflowed:
             return
-        if block_hash in there:
-            del there[block_hash]
-            return
-        here[block_hash] = None
+        for block_hash in block_hashes:
+            if block_hash in there:
+                del there[block_hash]
+            else:
+                here[block_hash] = None
         if len(here) + len(there) > self._most:
             self._stored, self._evicted = {}, {}
             self._has_overflowed = True
@@ -129,9 +131,12 @@ class BlockManager:
                 f"{num_blocks} KV blocks wanted, but of {self.num_total} only {self.num_free} are free and "
                 f"{self.num_cached} evictable; wait for a request to end or preempt one"
             )
-        while len(self._free) < num_blocks:
-            self._evict()
-        blocks = [self._free.pop() for _ in range(num_blocks)]
+        if len(self._free) < num_blocks:
+            self._evict(num_blocks - len(self._free))
+        if num_blocks <= 0:
+            return []
+        blocks = self._free[: -num_blocks - 1 : -1]
+        del self._free[-num_blocks:]
         for block in blocks:
             self._refcounts[block] = 1
         return blocks
@@ -211,19 +216,21 @@ class BlockManager:
         if start == num_full:
             return
         self._require_held(block_table[start:num_full], "publish")
-        key, size = prefix_hash.key_of(salt), self.block_size
+        key, size, known, published = prefix_hash.key_of(salt), self.block_size, self._digests, self._published
+        stored: list[bytes] = []
         while start < num_full:
             first = start // prefix_hash.GROUP * prefix_hash.GROUP
             end = min(first + prefix_hash.GROUP, num_full)
-            parent = self._digests[block_table[first - 1]] if first else prefix_hash.root_of(size)
+            parent = known[block_table[first - 1]] if first else prefix_hash.root_of(size)
             digests = prefix_hash.block_hashes(parent, token_ids[first * size : end * size], size, key, start - first)
             for block, digest in zip(block_table[start:end], digests, strict=True):
-                self._digests[block] = digest
-                if digest not in self._published:
-                    self._published[digest] = block
-                    if self._changes is not None:
-                        self._changes.store(digest)
+                known[block] = digest
+                if digest not in published:
+                    published[digest] = block
+                    stored.append(digest)
             start = end
+        if self._changes is not None:
+            self._changes.store(stored)
 
     def flush_cache(self) -> int:
         """Makes every published block unfindable, and free unless it is held; returns how many there were.
@@ -231,11 +238,9 @@ class BlockManager:
         Owners keep what they hold, and publish what they fill from now on.
         """
         num_published = len(self._published)
-        while self._cached:
-            self._evict()
-        for digest in self._published:
-            if self._changes is not None:
-                self._changes.evict(digest)
+        self._evict(len(self._cached))
+        if self._changes is not None:
+            self._changes.evict(self._published)
         self._published.clear()
         return num_published
 
@@ -280,13 +285,15 @@ class BlockManager:
         digest = self._digests.get(block)
         return digest is not None and self._published.get(digest) == block
 
-    def _evict(self) -> None:
-        block, _ = self._cached.popitem(last=False)
-        digest = self._digests.pop(block)
-        del self._published[digest]
+    def _evict(self, num_blocks: int) -> None:
+        """Frees so many cached blocks, least recently used first."""
+        oldest = list(islice(self._cached, num_blocks))
+        evicted = list(map(self._digests.pop, oldest))
+        for block, digest in zip(oldest, evicted, strict=True):
+            del self._cached[block], self._published[digest]
+        self._free += oldest
         if self._changes is not None:
-            self._changes.evict(digest)
-        self._free.append(block)
+            self._changes.evict(evicted)
 
     def _require_held(self, blocks: Sequence[int], action: str) -> None:
         if not blocks:

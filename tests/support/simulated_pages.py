@@ -116,7 +116,8 @@ class PoisonedBlocks(BlockManager):
             if not self.refcount(block) and block not in self._cached:
                 self._on_freed(block)
 
-    def _evict(self) -> None:
-        block = next(iter(self._cached))
-        super()._evict()
-        self._on_freed(block)
+    def _evict(self, num_blocks: int) -> None:
+        oldest = list(self._cached)[:num_blocks]
+        super()._evict(num_blocks)
+        for block in oldest:
+            self._on_freed(block)

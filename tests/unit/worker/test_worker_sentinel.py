@@ -61,7 +61,7 @@ def test_thousands_of_requests_read_nothing_that_is_not_theirs(num_worlds: int) 
 
     assert sum(counts[f"request {outcome}"] for outcome in ("done", "cancelled", "failed")) == num_requests
     assert counts["request done"] > num_requests / 3
-    rare = {name: counts[name] for name in EVERY_FAULT if counts[name] < 5 * num_worlds}
+    rare = {name: counts[name] for name in EVERY_FAULT if counts[name] < 3 * num_worlds}
     assert not rare, "every fault has taken effect, often"
     for effect in ("retried", "prefilled locally", "landings torn", "link retired: timeout", "heard again"):
         assert counts[effect] >= num_worlds, effect
