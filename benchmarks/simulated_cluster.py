@@ -62,6 +62,8 @@ class Machine:
     """Of each message on the way to a first token, and of what programs do for it."""
     profile: WorkerProfile | None
     """None where steps are timed."""
+    cores: int | None = None
+    """Shared by all programs; None: as if each had its own."""
 
     @classmethod
     def of(cls, document: dict[str, Any]) -> Machine:
@@ -69,7 +71,7 @@ class Machine:
         if "steps" not in document:
             return cls(document["message_s"], None)
         profile = profile_in(Path("the profile"), document)
-        return cls(profile.message_s or 0.0, profile)
+        return cls(profile.message_s or 0.0, profile, profile.cores)
 
     def worker(self, config: ServingConfig) -> WorkerSpec:
         """Each worker, as the simulator takes it."""
@@ -86,7 +88,9 @@ class Machine:
         if self.profile is not None:
             known, curve = self.profile.worker, self.profile.curve.curve
             spec = replace(spec, curve=curve, kv_tokens=known.kv_tokens, max_model_len=known.max_model_len)
-            return replace(spec, block_size=known.block_size, long_tokens=OVERLAP_TOKENS)
+            return replace(
+                spec, block_size=known.block_size, long_tokens=OVERLAP_TOKENS, num_threads=self.profile.num_threads
+            )
         assert engine.kv_cache_tokens is not None and config.model.max_model_len is not None, "timed steps need both"
         return replace(
             spec,
@@ -126,6 +130,7 @@ def predict(
         slo=config.rebalance.slo,
         message_s=machine.message_s,
         client_s=machine.message_s,
+        cores=machine.cores,
     )
     shapes, parts, at = list[RequestShape](), list[slice](), 0.0
     for load in (load for load in loads for _ in range(num_rounds)):

@@ -89,6 +89,12 @@ class SimulatedOptions:
         float | None,
         typer.Option(min=1e-3, help="Gigabits a second that a worker sends, and takes; default: the device's, or 200."),
     ] = None
+    cores: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Workers, router and clients share one machine of so many cores, and wait for one another."
+        ),
+    ] = None
     fidelity: Annotated[
         FidelityName, typer.Option(help="full: every step and message; fast: steps in which nothing happens in one go.")
     ] = FidelityName.FULL
@@ -123,10 +129,12 @@ def simulate(
         if options.auto and options.bare:
             raise ConfigError("--auto: a bare engine has no controller; leave --bare or --auto out")
         fidelity: Fidelity = "fast" if options.fidelity is FidelityName.FAST else "full"
+        if options.cores is not None and (options.bare or fidelity == "fast"):
+            raise ConfigError("--cores: shared cores need the full fidelity and a router; leave --bare or fast out")
         mode: RebalanceMode = "auto" if options.auto else "fixed"
         profile = device.measured()
         message_s = None if profile is None else profile.message_s
-        question = PredictionQuestion(worker, *roles, slo, options.bare, message_s, fidelity, mode)
+        question = PredictionQuestion(worker, *roles, slo, options.bare, message_s, fidelity, mode, options.cores)
         report = predicted_report(question, shapes, load.seed)
         if as_json:
             print(json.dumps({"curve": _document(curve), **report.as_dict()}))
@@ -236,4 +244,5 @@ def _measured(like: WorkerSpec, profile: WorkerProfile) -> WorkerSpec:
         max_num_seqs=measured.max_num_seqs,
         overlaps=measured.device != "cpu",
         long_tokens=OVERLAP_TOKENS if measured.device == "cpu" else 0,
+        num_threads=profile.num_threads,
     )

@@ -7,7 +7,7 @@ came, in which order, and how the request ended.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from cluster.lifecycle import RequestState
@@ -177,11 +177,18 @@ class _NoText:
 
 
 async def run_client(
-    dispatcher: Dispatcher, number: int, request: SimRequest, seed: int, begun_at: float
+    dispatcher: Dispatcher,
+    number: int,
+    request: SimRequest,
+    seed: int,
+    begun_at: float,
+    way: Callable[[], Awaitable[None]] | None = None,
 ) -> RequestOutcome:
     """Submits a request and reads its stream to its end. `seed`: of the prompts. `begun_at`: the begin of the run on
-    the router's clock."""
+    the router's clock. `way`: waits while the request is on its way, and its first and its last tokens; None: not."""
     clock, outcome = dispatcher.clock, RequestOutcome(number, request)
+    if way is not None:
+        await way()
     live = _live(number, request, tuple(request.shape.prompt(VOCAB, seed, number)), clock(), is_streaming=True)
     _submit(dispatcher, live, request)
     reader = StreamReader(live)
@@ -189,6 +196,8 @@ async def run_client(
         await reader.output.wait()
         if request.pause_s and not live.is_over:
             await asyncio.sleep(request.pause_s)
+        if way is not None and (live.is_over or (live.num_tokens and not outcome.num_tokens)):
+            await way()
         is_over = live.is_over
         for event in reader.take():
             outcome.note(event, clock() - begun_at)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from engine.sampling.params import SampleRow, SamplingParams
+from engine.sampling.params import SampledToken, SampleRow, SamplingParams
 from engine.step_input import IntArray, StepInput
 from engine.token_hash import StateArray, TokenHash, states_after
 
@@ -54,6 +54,42 @@ def undisturbed(prompt: Sequence[int], num_tokens: int, sequence_index: int = 0)
         output.append(prefix.next_token(VOCAB, sequence_index))
         prefix.extend(output[-1:])
     return output
+
+
+class SimulatedStep:
+    """A step that was launched (`worker.step_pipeline.Launched`)."""
+
+    span = None
+
+    def __init__(self, step: StepInput, states: StateArray, begun_at: float, seconds: float) -> None:
+        self.step = step
+        self.begun_at = begun_at
+        self.seconds = seconds
+        self.states = states
+        self.num_layers = 0
+        """Layers that are computed, on shared cores."""
+        self.is_done = False
+        self._sampled: list[SampledToken] = []
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens that it led to."""
+        return [token.token_id for token in self._sampled]
+
+    def sample(self, rows: Sequence[Sequence[SampleRow]]) -> None:
+        ends = np.searchsorted(self.step.cu_seqlens_q, self.step.logits_indices, side="right") - 1
+        states = self.states[ends].tolist()
+        self._sampled = [
+            SampledToken(sampled_token(state, row))
+            for state, of_one in zip(states, rows, strict=True)
+            for row in of_one
+        ]
+
+    def tokens(self) -> list[SampledToken]:
+        return self._sampled
+
+    def scores(self) -> list[SampledToken]:
+        return []
 
 
 class KvPages:

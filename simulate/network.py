@@ -12,12 +12,14 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import grpc
 from grpc.aio import EOF  # type: ignore[attr-defined]  # missing in the stubs
 
 from simulate.virtual_loop import VirtualLoop
+from simulate.wire import Cores
 
 CONNECT_AGAIN_S = 0.1
 """A call that waits until its server is there looks for it so often."""
@@ -50,6 +52,8 @@ class OneWay:
         self._way = source, target
         self._arrived: deque[Any] = deque()
         self._last_at = 0.0
+        self._under_way: deque[Callable[[], None]] = deque()
+        """In their order, where messages take time of shared cores."""
         self._reader: asyncio.Future[None] | None = None
         self.status: Status | None = None
         """Set once no message will arrive any more; those that have arrived are read first."""
@@ -78,6 +82,11 @@ class OneWay:
 
     def _later(self, function: Callable[[Any], None], argument: Any) -> None:
         """Nothing overtakes what was sent before it."""
+        network = self._network
+        if network.cores is not None:
+            self._under_way.append(partial(function, argument))
+            network.cores.compute(network.latency_s, [lambda: self._under_way.popleft()()])
+            return
         self._last_at = max(self._last_at, self._network.arrival(*self._way))
         self._loop.call_at(self._last_at, function, argument)
 
@@ -338,11 +347,13 @@ class Host:
 
 class Network:
     """All hosts of a cluster. A message takes `latency_s`, times `lateness`, unless its way is silent or its receiver
-    has stopped: then it arrives after that."""
+    has stopped: then it arrives after that. With `cores` the latency is what programs compute for it there, and
+    neither lateness nor silence is known."""
 
-    def __init__(self, loop: VirtualLoop, latency_s: float) -> None:
+    def __init__(self, loop: VirtualLoop, latency_s: float, cores: Cores | None = None) -> None:
         self.loop = loop
         self.latency_s = latency_s
+        self.cores = cores
         self.lateness: Callable[[], float] = lambda: 1.0
         self.hosts: dict[str, Host] = {}
         self._silent_until: dict[frozenset[str], float] = {}

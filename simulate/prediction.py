@@ -50,6 +50,8 @@ class PredictionQuestion:
     fidelity: Fidelity = "full"
     mode: RebalanceMode = "fixed"
     """auto: the split is what it begins with, and the controller moves it."""
+    cores: int | None = None
+    """Of a machine that all programs share; None: none of them waits for another."""
 
     @property
     def cluster(self) -> ClusterSpec:
@@ -57,7 +59,7 @@ class PredictionQuestion:
         if not self.is_bare:
             controller = ControllerSpec() if self.mode == "auto" else None
             spec = ClusterSpec.of_ratio(
-                *ratio, self.worker, slo=self.slo, fidelity=self.fidelity, controller=controller
+                *ratio, self.worker, slo=self.slo, fidelity=self.fidelity, controller=controller, cores=self.cores
             )
             return spec if self.message_s is None else replace(spec, message_s=self.message_s, client_s=self.message_s)
         endless = SloSection(ttft_ms=_NO_LIMIT_MS, tpot_ms=_NO_LIMIT_MS)

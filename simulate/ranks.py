@@ -11,59 +11,25 @@ command is answered once, through the inbox.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from cluster.pb import rank_pb2
-from engine.sampling.params import SampledToken, SampleRow
 from engine.step_input import StepInput, size_of
 from engine.token_hash import StateArray
 from kv_transfer.actions import Chunk
 from simulate.curves import StepCurve
-from simulate.model import KvPages, sampled_token
+from simulate.model import KvPages, SimulatedStep
 from simulate.virtual_loop import VirtualLoop
-from simulate.wire import KvTransfer, Nic, Wires
+from simulate.wire import Cores, Flow, Flows, Nic
 from worker.handoff_connection import Done, ErrorKind
 
 KIND_NONE = rank_pb2.RankReply.KIND_UNSPECIFIED
 KIND_TRANSFER, KIND_CORRUPT = rank_pb2.RankReply.KIND_TRANSFER, rank_pb2.RankReply.KIND_CORRUPT
-
-
-class SimulatedStep:
-    """A step that was launched (`worker.step_pipeline.Launched`)."""
-
-    span = None
-
-    def __init__(self, step: StepInput, states: StateArray, begun_at: float, seconds: float) -> None:
-        self.step = step
-        self.begun_at = begun_at
-        self.seconds = seconds
-        self.states = states
-        self.is_done = False
-        self._sampled: list[SampledToken] = []
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The tokens that it led to."""
-        return [token.token_id for token in self._sampled]
-
-    def sample(self, rows: Sequence[Sequence[SampleRow]]) -> None:
-        ends = np.searchsorted(self.step.cu_seqlens_q, self.step.logits_indices, side="right") - 1
-        states = self.states[ends].tolist()
-        self._sampled = [
-            SampledToken(sampled_token(state, row))
-            for state, of_one in zip(states, rows, strict=True)
-            for row in of_one
-        ]
-
-    def tokens(self) -> list[SampledToken]:
-        return self._sampled
-
-    def scores(self) -> list[SampledToken]:
-        return []
 
 
 @dataclass(eq=False)
@@ -103,7 +69,7 @@ class SimulatedPair:
     def __init__(self) -> None:
         self.ends: dict[bool, PairEnd] = {}
         self.is_open = False
-        self.moving: KvTransfer | None = None
+        self.moving: Flow | None = None
 
     @property
     def is_broken(self) -> bool:
@@ -116,7 +82,12 @@ class Clockwork(Protocol):
     @property
     def loop(self) -> VirtualLoop: ...
     @property
-    def wires(self) -> Wires: ...
+    def flows(self) -> Flows: ...
+    @property
+    def cores(self) -> Cores | None:
+        """Of the machine that all its programs run on; None: none of them waits for another."""
+        ...
+
     @property
     def pairs(self) -> dict[str, SimulatedPair]: ...
     @property
@@ -140,8 +111,9 @@ class SimulatedRanks:
         kv_bytes_per_token: float,
         command_s: float,
         post: Callable[..., None],
+        num_threads: int = 1,
     ) -> None:
-        """`command_s`: seconds that a command takes beside its transfer."""
+        """`command_s`: seconds that a command takes beside its transfer. `num_threads`: of a step."""
         self.pages = pages
         self.num_steps = 0
         self.busy_s = 0.0
@@ -154,10 +126,13 @@ class SimulatedRanks:
         self._cell_bytes = kv_bytes_per_token / pages.num_layers
         self._command_s = command_s
         self._post = post
+        self._num_threads = num_threads
         self._step: SimulatedStep | None = None
         self._num_done = 0
         self._waiting: list[tuple[rank_pb2.ChunkPages, Done]] = []
         """Gathers of steps that are not launched yet."""
+        self._behind_layers: list[tuple[rank_pb2.ChunkPages, Done]] = []
+        """Gathers of layers that are not computed yet, where cores are shared."""
         self._ends: dict[str, PairEnd] = {}
         self._num_open = 0
         self._is_dead = False
@@ -180,8 +155,14 @@ class SimulatedRanks:
             self._world.note(f"{self._name} step {self.num_steps}: {size}")
         launched = SimulatedStep(step, self.pages.write_step(step), loop.time(), seconds)
         self._step = launched
-        self.busy_s += seconds
-        loop.call_later(seconds, self._end_step, launched)
+        if self._world.cores is None:
+            loop.call_later(seconds, self._end_step, launched)
+        else:
+            # Chunks of prompts set off as their layers are computed.
+            each = 1 if len(step.token_ids) > len(step.logits_indices) else self.pages.num_layers
+            layers = range(each, self.pages.num_layers + 1, each)
+            ends = [partial(self._computed, launched, layer) for layer in layers]
+            self._world.cores.compute(seconds, ends, self._num_threads)
         self._gather_waiting()
         return launched
 
@@ -195,9 +176,28 @@ class SimulatedRanks:
         if self._is_dead:
             return
         self.pages.check_step(launched.step, launched.states)
+        self.busy_s += self._world.loop.time() - launched.begun_at
         launched.is_done = True
         self._num_done += 1
         self._post(do_nothing)
+
+    def _computed(self, launched: SimulatedStep, num_layers: int) -> None:
+        """So many layers of a step, on cores that are shared."""
+        launched.num_layers = num_layers
+        if num_layers == self.pages.num_layers:
+            self._end_step(launched)
+        self._gather_computed()
+
+    def _gather_computed(self) -> None:
+        """Sets off what waited for a layer of the step under way."""
+        step, waiting = self._step, self._behind_layers
+        assert step is not None, "a chunk is of a step, and there was none"
+        self._behind_layers = []
+        for what, done in waiting:
+            if what.after_step <= self._num_done or what.chunk.layer_end <= step.num_layers:
+                self._world.loop.call_later(self._command_s, self._gathered, what, done)
+            else:
+                self._behind_layers.append((what, done))
 
     def is_at(self, num_tokens: int) -> bool:
         """Whether a step of fewer tokens is under way."""
@@ -256,7 +256,7 @@ class SimulatedRanks:
             return
         end.is_closed = True
         if pair.moving is not None:
-            self._world.wires.cancel(pair.moving)
+            self._world.flows.cancel(pair.moving)
             pair.moving = None
         self._fail_all(pair)
         if len(pair.ends) == 2 and all(each.is_closed for each in pair.ends.values()):
@@ -279,6 +279,10 @@ class SimulatedRanks:
             return
         self._num_open += 1
         delay = self._command_s
+        if ahead > 0 and self._world.cores is not None:
+            self._behind_layers.append((what, done))
+            self._gather_computed()
+            return
         if ahead > 0:
             delay += max(0.0, self._written_at(what) - self._world.loop.time())
         self._world.loop.call_later(delay, self._gathered, what, done)
@@ -311,7 +315,7 @@ class SimulatedRanks:
             self._answer(posted.done, "the pair is closed")
             return
         end.posted.append(posted)
-        _move(pair, self._world.wires)
+        _move(pair, self._world.flows)
 
     def _arrived(self, pair: SimulatedPair) -> None:
         """The transfer at the head of a pair, of which this is the receiver, is complete."""
@@ -334,7 +338,7 @@ class SimulatedRanks:
         self.pages.land(table, where.token_start, gathered.states, (where.layer_start, where.layer_end))
         later_s = max(0.0, gathered.complete_at - self._world.loop.time())
         self._answer(received.done, size_bytes=size_bytes, later_s=later_s)
-        _move(pair, self._world.wires)
+        _move(pair, self._world.flows)
 
     # Answers
 
@@ -354,7 +358,7 @@ class SimulatedRanks:
             self._post(done, error, kind if error else KIND_NONE, size_bytes)
 
 
-def _move(pair: SimulatedPair, wires: Wires) -> None:
+def _move(pair: SimulatedPair, flows: Flows) -> None:
     """Sets the next transfer of a pair off, if both sides have posted it."""
     if not pair.is_open or pair.moving is not None or pair.is_broken:
         return
@@ -363,7 +367,7 @@ def _move(pair: SimulatedPair, wires: Wires) -> None:
         return
     size_bytes = source.slots[source.posted[0].slot].size_bytes
     ranks: Any = target.ranks
-    pair.moving = wires.begin(source.ranks._nic, ranks._nic, size_bytes, lambda: ranks._arrived(pair))
+    pair.moving = flows.transfer(source.ranks._nic, ranks._nic, size_bytes, lambda: ranks._arrived(pair))
 
 
 def do_nothing() -> None:

@@ -1,13 +1,16 @@
-"""The wires that KV travels on: how long transfers take that share the workers' network interfaces.
+"""What is shared in virtual time: network interfaces by the transfers of KV that travel on them, the cores of a machine
+by the steps and messages that its programs compute.
 
 Each worker has one interface, which sends and receives at the same time. Transfers that leave one interface share what
 it sends, those that enter one share what it receives, and each goes at the smaller of its two shares; what a transfer
-cannot use of a share, others do not get. Whenever one begins or ends, those beside it are timed anew.
+cannot use of a share, others do not get. Threads share cores in the same way, but that none goes faster than one core
+lets it. Whenever a flow begins or ends, those beside it are timed anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from simulate.virtual_loop import ScheduledCall, VirtualLoop
@@ -30,75 +33,133 @@ class WireSpec:
             )
 
 
+class Lane:
+    """One direction of an interface, or the cores of a machine, with the flows that share it."""
+
+    def __init__(self, capacity: float, most: float = math.inf) -> None:
+        """`capacity`: bytes/s, or cores. `most`: what each part of a flow can use, whatever is left."""
+        self.capacity = capacity
+        self.most = most
+        self.flows: dict[Flow, None] = {}
+        self.num_parts = 0
+
+    @property
+    def share(self) -> float:
+        """What each part of a flow gets."""
+        return min(self.most, self.capacity / self.num_parts)
+
+    def add(self, flow: Flow) -> None:
+        self.flows[flow] = None
+        self.num_parts += flow.num_parts
+
+    def remove(self, flow: Flow) -> None:
+        del self.flows[flow]
+        self.num_parts -= flow.num_parts
+
+
 class Nic:
     """A worker's interface."""
 
     def __init__(self, spec: WireSpec) -> None:
         self.spec = spec
-        self.sending: dict[KvTransfer, None] = {}
-        self.receiving: dict[KvTransfer, None] = {}
+        self.sending = Lane(spec.bytes_per_s)
+        self.receiving = Lane(spec.bytes_per_s)
 
 
-class KvTransfer:
-    """Bytes under way from one interface to another; `done` is called when the last has arrived."""
+class Flow:
+    """Bytes under way, or seconds of threads to be computed; `done` is called at the end."""
 
-    def __init__(self, source: Nic, target: Nic, size_bytes: float, done: Callable[[], None]) -> None:
-        self.source = source
-        self.target = target
+    def __init__(self, lanes: tuple[Lane, ...], amount: float, num_parts: int, done: Callable[[], None]) -> None:
+        """`amount`: of each part. All lanes are shared at a time."""
+        self.lanes = lanes
+        self.num_parts = num_parts
         self.done = done
-        self.bytes_left = size_bytes
-        self.bytes_per_s = 0.0
+        self.left = amount
+        self.rate = 0.0
         self.timed_at = 0.0
         self.timer: ScheduledCall | None = None
 
 
-class Wires:
-    """All transfers of one cluster."""
+class Flows:
+    """All transfers of one cluster, and all that its programs compute on shared cores."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop
 
-    def begin(self, source: Nic, target: Nic, size_bytes: float, done: Callable[[], None]) -> KvTransfer:
+    def transfer(self, source: Nic, target: Nic, size_bytes: float, done: Callable[[], None]) -> Flow:
         """Sets a transfer off: it takes its share of both interfaces once its latency has passed."""
-        transfer = KvTransfer(source, target, size_bytes, done)
+        flow = Flow((source.sending, target.receiving), size_bytes, 1, done)
         latency_s = max(source.spec.latency_s, target.spec.latency_s)
-        transfer.timer = self._loop.call_later(latency_s, self._join, transfer)
-        return transfer
+        flow.timer = self._loop.call_later(latency_s, self._join, flow)
+        return flow
 
-    def cancel(self, transfer: KvTransfer) -> None:
+    def begin(self, lane: Lane, amount: float, num_parts: int, done: Callable[[], None]) -> Flow:
+        """Sets off what shares one lane; `amount` is that of each part."""
+        flow = Flow((lane,), amount, num_parts, done)
+        self._join(flow)
+        return flow
+
+    def cancel(self, flow: Flow) -> None:
         """It is not done any more."""
-        if transfer.timer is not None:
-            transfer.timer.cancel()
-        self._leave(transfer)
+        if flow.timer is not None:
+            flow.timer.cancel()
+        if flow in flow.lanes[0].flows:
+            self._leave(flow)
 
-    def _join(self, transfer: KvTransfer) -> None:
-        transfer.timed_at = self._loop.time()
-        transfer.source.sending[transfer] = None
-        transfer.target.receiving[transfer] = None
-        self._share(transfer)
+    def _join(self, flow: Flow) -> None:
+        flow.timed_at = self._loop.time()
+        for lane in flow.lanes:
+            lane.add(flow)
+        self._share(flow)
 
-    def _end(self, transfer: KvTransfer) -> None:
-        self._leave(transfer)
-        transfer.done()
+    def _end(self, flow: Flow) -> None:
+        self._leave(flow)
+        flow.done()
 
-    def _leave(self, transfer: KvTransfer) -> None:
-        if transfer.source.sending.pop(transfer, False) is None:
-            del transfer.target.receiving[transfer]
-            self._share(transfer)
+    def _leave(self, flow: Flow) -> None:
+        for lane in flow.lanes:
+            lane.remove(flow)
+        self._share(flow)
 
-    def _share(self, changed: KvTransfer) -> None:
-        """Times everything anew that shares an interface with a transfer that came or went."""
-        for transfer in dict.fromkeys([*changed.source.sending, *changed.target.receiving]):
-            self._time(transfer)
+    def _share(self, changed: Flow) -> None:
+        """Times everything anew that shares a lane with a flow that came or went."""
+        for flow in dict.fromkeys(flow for lane in changed.lanes for flow in lane.flows):
+            self._time(flow)
 
-    def _time(self, transfer: KvTransfer) -> None:
-        source, target = transfer.source, transfer.target
-        rate = min(source.spec.bytes_per_s / len(source.sending), target.spec.bytes_per_s / len(target.receiving))
-        if rate == transfer.bytes_per_s:
+    def _time(self, flow: Flow) -> None:
+        rate = min(lane.share for lane in flow.lanes)
+        if rate == flow.rate:
             return
         now = self._loop.time()
-        transfer.bytes_left -= (now - transfer.timed_at) * transfer.bytes_per_s
-        transfer.timed_at, transfer.bytes_per_s = now, rate
-        if transfer.timer is not None:
-            transfer.timer.cancel()
-        transfer.timer = self._loop.call_later(max(0.0, transfer.bytes_left) / rate, self._end, transfer)
+        flow.left -= (now - flow.timed_at) * flow.rate
+        flow.timed_at, flow.rate = now, rate
+        if flow.timer is not None:
+            flow.timer.cancel()
+        flow.timer = self._loop.call_later(max(0.0, flow.left) / rate, self._end, flow)
+
+
+class Cores:
+    """The cores of a machine that all programs of a cluster run on."""
+
+    def __init__(self, loop: VirtualLoop, number: int) -> None:
+        self._loop = loop
+        self._flows = Flows(loop)
+        self._lane = Lane(number, most=1.0)
+
+    def compute(self, seconds: float, ends: Sequence[Callable[[], None]], num_threads: int = 1) -> None:
+        """Begins what takes so many seconds where no other thread waits for a core, in equal parts one after another,
+        each with a call at its end."""
+        each, rest = seconds / len(ends), ends[1:]
+
+        def end() -> None:
+            if rest:
+                self.compute(seconds - each, rest, num_threads)
+            ends[0]()
+
+        self._flows.begin(self._lane, each, num_threads, end)
+
+    async def wait(self, seconds: float) -> None:
+        """Returns when one thread has computed for so long."""
+        over = self._loop.create_future()
+        self.compute(seconds, [lambda: over.set_result(None)])
+        await over

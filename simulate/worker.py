@@ -73,6 +73,8 @@ class WorkerSpec:
     wire: WireSpec = field(default_factory=WireSpec)
     command_s: float = 50e-6
     """Seconds that a gather, a landing, or opening or closing a pair takes beside the transfer."""
+    num_threads: int = 1
+    """Cores that a step keeps busy, where the cluster shares those of a machine (`ClusterSpec.cores`)."""
     overlaps: bool = True
     """A step is launched before the one before it is read, as on a GPU."""
     long_tokens: int = 0
@@ -193,7 +195,7 @@ class SimulatedWorker:
         if cluster.is_fast:
             offer_s = spec.command_s + 2 * cluster.network.latency_s + spec.wire.latency_s
             return RunRanks(cluster, spec.worker_id, pages, *of_wire, num_parts=spec.num_layers, offer_s=offer_s)
-        return SimulatedRanks(cluster, spec.worker_id, pages, *of_wire)
+        return SimulatedRanks(cluster, spec.worker_id, pages, *of_wire, num_threads=spec.num_threads)
 
     @property
     def address(self) -> str:

@@ -69,6 +69,10 @@ class WorkerProfile:
     curve: FileCurve
     message_s: float | None
     """Seconds of each message on the way to a first token, and of what programs do for it; None: not measured."""
+    cores: int | None
+    """Of the one machine that all workers and whoever profiled them ran on; None: there are several, or GPUs."""
+    num_threads: int
+    """Cores that a step keeps busy there."""
 
 
 def profile_document(
@@ -79,9 +83,11 @@ def profile_document(
     fitted: StepCost,
     fitted_error: CurveError,
     message_s: float | None,
+    cores: int | None = None,
+    num_threads: int = 1,
 ) -> dict[str, Any]:
     """`reported`: the linear cost that the worker learned of itself; the errors are those of both costs, as shares of
-    what each step took. `message_s`: as of `WorkerProfile`."""
+    what each step took. The last three are as of `WorkerProfile`."""
     return {
         "baton_profile": VERSION,
         "worker": asdict(worker),
@@ -91,6 +97,8 @@ def profile_document(
         "reported_cost": None if reported is None else vars(reported),
         "reported_error": None if reported_error is None else vars(reported_error),
         "message_s": message_s,
+        "cores": cores,
+        "threads": num_threads,
     }
 
 
@@ -119,4 +127,9 @@ def _profile_of(path: Path, document: Any, curve: FileCurve) -> WorkerProfile:
     message_s = document.get("message_s")
     if message_s is not None and not (type(message_s) in (int, float) and 0 <= message_s < math.inf):
         raise ConfigError(f"{path}: message_s must be a number of at least 0, or null (got {message_s!r:.60})")
-    return WorkerProfile(ProfiledWorker.from_document(path, document.get("worker")), curve, message_s)
+    cores, num_threads = document.get("cores"), document.get("threads", 1)
+    for name, value in (("cores", 1 if cores is None else cores), ("threads", num_threads)):
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"{path}: {name} must be a whole number above 0 (got {value!r:.60})")
+    worker = ProfiledWorker.from_document(path, document.get("worker"))
+    return WorkerProfile(worker, curve, message_s, cores, num_threads)

@@ -37,7 +37,7 @@ from simulate.ranks import SimulatedPair
 from simulate.router import SimulatedRouter, SimulatedStore
 from simulate.virtual_loop import VirtualLoop
 from simulate.watched_router import WatchedDispatcher
-from simulate.wire import Wires
+from simulate.wire import Cores, Flows
 from simulate.worker import SimulatedWorker, WorkerSpec
 from simulate.workload import RequestShape
 
@@ -65,6 +65,9 @@ class ClusterSpec:
     """Seconds of each message between two processes."""
     client_s: float = 0.0
     """The same between a client and the router."""
+    cores: int | None = None
+    """All programs run on one machine of so many cores: steps and messages wait for one another. None: on machines of
+    their own."""
     controller: ControllerSpec | None = None
     """None: there is none, and the router was told of its workers at its start."""
     num_routers: int = 0
@@ -146,12 +149,15 @@ class Cluster:
             raise ValueError(f"a cluster needs a decode worker, and a name for each worker, not {', '.join(names)}")
         if spec.fidelity == "fast" and (faults is not None or spec.num_routers or spec.is_watched):
             raise ValueError("faults, routers with their API and a watch over tokens need the full fidelity")
+        if spec.cores is not None and (faults is not None or spec.num_routers or spec.fidelity == "fast"):
+            raise ValueError("shared cores need the full fidelity, without faults and routers with their API")
         self.spec = spec
         self.seed = seed
         self.random = random.Random(seed)
         self.loop = VirtualLoop()  # type: ignore[abstract]  # sockets and processes are not simulated
-        self.network = Network(self.loop, spec.message_s)
-        self.wires = Wires(self.loop)
+        self.flows = Flows(self.loop)
+        self.cores = None if spec.cores is None else Cores(self.loop, spec.cores)
+        self.network = Network(self.loop, spec.message_s, self.cores)
         self.pairs: dict[str, SimulatedPair] = {}
         self.workers: dict[str, SimulatedWorker] = {}
         self.store = SimulatedStore(self.loop)
@@ -317,7 +323,7 @@ class Cluster:
     async def _bring(self, requests: list[SimRequest]) -> list[RequestOutcome]:
         """Each request in its time; returns when all have ended."""
         clients: list[asyncio.Future[RequestOutcome]] = []
-        way_s = self.spec.client_s
+        way_s = 0.0 if self.cores is not None else self.spec.client_s
         begun_at = START_S - way_s  # what is noted of a client is what it sees, as long after
         for number, request in enumerate(requests):
             left_s = START_S + request.at_s + way_s - self.loop.time()
@@ -333,7 +339,8 @@ class Cluster:
         if self.routers:
             outcome = await ApiClient(self, number, request, self.seed, begun_at).run()
         else:
-            outcome = await run_client(self._dispatcher, number, request, self.seed, begun_at)
+            way = None if self.cores is None else partial(self.cores.wait, self.spec.client_s)
+            outcome = await run_client(self._dispatcher, number, request, self.seed, begun_at, way)
         self._note_end(outcome)
         return outcome
 

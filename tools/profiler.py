@@ -13,12 +13,16 @@ from __future__ import annotations
 
 import http.client
 import math
+import os
 import random
+import socket
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from cluster.errors import ConfigError, FailedPrecondition, InternalError
@@ -84,6 +88,8 @@ class Profiler:
             raise ConfigError("workers have no metrics pages to read their steps from; set metrics.workers: true")
         self._vocab = client.models()[0].vocab_size
         self._random = random.Random(0)
+        self._prompt_s = self._busy_s = 0.0
+        """Seconds that prompts took, and that their workers' processes had a core meanwhile."""
         self._messages_s: list[float] = []
         """Seconds of a message, by each prompt that was measured."""
 
@@ -123,12 +129,27 @@ class Profiler:
             fitted,
             CurveError.of(LinearCurve(fitted), samples),
             self.message_s,
+            self.cores,
+            max(1, round(self._busy_s / self._prompt_s)) if self._prompt_s else 1,
         )
 
     @property
     def message_s(self) -> float | None:
         """What a request takes beside its step for each message to its first token; None: no prompt was measured."""
         return statistics.median(self._messages_s) if self._messages_s else None
+
+    @property
+    def cores(self) -> int | None:
+        """Of this machine, where every worker runs on it and none has a GPU."""
+        ranks = [rank for worker in self._workers for rank in worker.info.ranks]
+        is_shared = all(rank.host == socket.gethostname() and rank.device == "cpu" for rank in ranks)
+        return len(os.sched_getaffinity(0)) if ranks and is_shared and sys.platform == "linux" else None
+
+    def _cpu_s(self) -> float:
+        """Seconds that the workers' processes have had a core so far, if they are on this machine."""
+        if self.cores is None:
+            return 0.0
+        return sum(_cpu_seconds(rank.pid) for worker in self._workers for rank in worker.info.ranks)
 
     def _measured(self) -> Iterator[ProfiledStep]:
         worker, sizes = self.worker, self._sizes
@@ -150,9 +171,11 @@ class Profiler:
     def _prompt(self, num_tokens: int) -> Iterator[ProfiledStep]:
         """Nothing for a prompt that is computed in several steps."""
         for _ in range(_TRIES):
+            busy_s = self._cpu_s()
             found, took_s = self._during("prefill", 1, lambda: self._send(num_tokens, 1, 1))
             if found.steps == 1 and found.tokens == num_tokens:
                 num_messages = HANDED_MESSAGES if found.handed else MESSAGES
+                self._prompt_s, self._busy_s = self._prompt_s + found.seconds, self._busy_s + self._cpu_s() - busy_s
                 self._messages_s.append(max(0.0, took_s - found.seconds) / num_messages)
                 yield ProfiledStep(num_tokens, 0, 0, found.seconds)
                 return
@@ -213,6 +236,15 @@ class Profiler:
         known = [w.stats for w in self._client.status().workers if w.stats.HasField("step_cost")]
         most = max(known, key=lambda stats: stats.num_steps, default=None)
         return None if most is None else StepCost.from_proto(most.step_cost)
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Of a process and all its threads. Raises FailedPrecondition where there is none."""
+    try:
+        values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError as error:
+        raise FailedPrecondition(f"process {pid} of a worker is not there any more: {error.strerror}") from error
+    return (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _is_steady(seconds: Sequence[float]) -> bool:

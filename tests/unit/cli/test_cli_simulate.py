@@ -33,6 +33,14 @@ def test_the_controller_moves_workers_where_it_is_asked_for() -> None:
     assert "splits      1:3 at 0.0 s" in CliRunner().invoke(app, ["simulate", *LOAD, "--ratio", "1:3", "--auto"]).stdout
 
 
+def test_programs_on_one_machine_wait_for_its_cores() -> None:
+    firsts = []
+    for cores in ((), ("--cores", "16"), ("--cores", "1")):
+        result = CliRunner().invoke(app, ["simulate", *LOAD, "--ratio", "2:2", *cores, "--json"])
+        firsts.append(json.loads(result.stdout)["ttft_s"]["mean"])
+    assert firsts[0] == pytest.approx(firsts[1], rel=0.05) and firsts[2] > 1.2 * firsts[1]
+
+
 def test_where_there_is_no_number_it_says_so() -> None:
     """One token each has no time per token."""
     table = CliRunner().invoke(app, ["simulate", *LOAD, "--output-len", "1"]).stdout
@@ -47,9 +55,10 @@ def test_where_there_is_no_number_it_says_so() -> None:
         (("--input-len", "200000"), "request 1 has 200008 tokens, and a worker holds"),
         (("--ratio", "1:0"), "--ratio: '1:0' is not of the form P:D, with at least 1 decode worker"),
         (("--auto", "--bare"), "--auto: a bare engine has no controller"),
+        (("--cores", "2", "--fidelity", "fast"), "--cores: shared cores need the full fidelity"),
         (("--first-s", "0"), "--first-s: no request comes in the first 0 s"),
     ],
 )
-def test_what_cannot_be_simulated_is_refused(wrong: tuple[str, str], named: str) -> None:
+def test_what_cannot_be_simulated_is_refused(wrong: tuple[str, ...], named: str) -> None:
     result = CliRunner().invoke(app, ["simulate", *LOAD, *wrong])
     assert result.exit_code != 0 and named in result.output

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import statistics
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,8 +18,8 @@ from cluster.step_cost import StepCost
 from simulate.client import SimRequest
 from simulate.curves import LinearCurve
 from simulate.report import RunReport
-from simulate.virtual_loop import Stuck
-from simulate.wire import WireSpec
+from simulate.virtual_loop import Stuck, VirtualLoop
+from simulate.wire import Flow, Flows, Lane, WireSpec
 from simulate.workload import RequestShape, SharedPrefixes, at_rate, random_shapes, uniform
 from simulate.world import Cluster, ClusterSpec, RunResult, WorkerSpec
 
@@ -121,6 +123,63 @@ def test_a_worker_that_computes_on_its_engine_thread_takes_nothing_in_meanwhile(
         workers = tuple(replace(worker, long_tokens=long_tokens) for worker in spec.workers)
         waits.append(Cluster(replace(spec, workers=workers)).run(shapes).outcomes[1].ttft_s)
     assert waits[0] == pytest.approx(50e-3, abs=2e-3) and 55e-3 < waits[1] < 101e-3
+
+
+def test_threads_share_cores_and_none_is_faster_than_one_core() -> None:
+    loop = VirtualLoop()  # type: ignore[abstract]  # as the world's
+    flows, cores, ends = Flows(loop), Lane(2, most=1.0), dict[str, float]()
+
+    async def main() -> None:
+        def compute(name: str, seconds: float, num_threads: int = 1) -> Flow:
+            return flows.begin(cores, seconds, num_threads, lambda: ends.update({name: loop.time()}))
+
+        compute("alone", 1.0)
+        await asyncio.sleep(1.0)
+        compute("two threads", 1.0, 2)
+        late = compute("cancelled", 9.0)
+        await asyncio.sleep(0.75)  # three threads on two cores: half a second of each thread has passed
+        flows.cancel(late)
+        await asyncio.sleep(1.0)
+
+    loop.run(main())
+    assert ends == {"alone": 1.0, "two threads": pytest.approx(2.25)}
+
+
+def test_steps_and_messages_wait_for_the_cores_that_they_share() -> None:
+    """With cores for all of them nothing waits; on one core a first token waits for the steps of the other worker."""
+    worker = WorkerSpec("", "decode", curve=STEP, long_tokens=64)
+    router = RouterSection(http_port=None, policy="least_loaded")
+    alone = ClusterSpec.of_ratio(1, 1, worker, router=router, message_s=1e-3, client_s=1e-3)
+    shapes = at_rate(random_shapes(30, uniform(256, 32, 0.3), 4), 4.0, 1.0, 4)
+    own, many, one = (Cluster(replace(alone, cores=cores), seed=4).run(shapes) for cores in (None, 64, 1))
+    for mine, theirs in zip(own.outcomes, many.outcomes, strict=True):
+        assert theirs.ttft_s == pytest.approx(mine.ttft_s, abs=1e-2)  # one step of the other worker, more or less
+    ttfts, tpots = (
+        [statistics.median(getattr(o, name) for o in result.outcomes) for result in (own, many, one)]
+        for name in ("ttft_s", "tpot_s")
+    )
+    assert ttfts[1] == pytest.approx(ttfts[0], rel=0.02) and tpots[1] == pytest.approx(tpots[0], rel=0.02)
+    assert ttfts[2] > 1.2 * ttfts[0] and tpots[2] > 1.1 * tpots[0]
+    busy_s = sum(use.busy_s for use in one.workers)
+    assert busy_s > 1.2 * sum(use.busy_s for use in own.workers)
+
+
+def test_a_step_of_several_threads_takes_as_many_cores() -> None:
+    shapes = [RequestShape(0.0, 256, 40)]
+    worker, router = WorkerSpec("", "decode", curve=STEP), RouterSection(http_port=None)
+    e2es = []
+    for num_threads in (1, 2, 4):
+        spec = ClusterSpec.of_ratio(0, 1, replace(worker, num_threads=num_threads), router=router, cores=2)
+        (outcome,) = Cluster(replace(spec, message_s=1e-9, client_s=1e-9)).run(shapes).outcomes
+        e2es.append(outcome.e2e_s)
+    assert e2es[1] == pytest.approx(e2es[0], rel=1e-3) and e2es[2] == pytest.approx(2 * e2es[0], rel=1e-3)
+
+
+def test_what_shared_cores_cannot_be_had_with_is_refused() -> None:
+    spec = ClusterSpec.of_ratio(1, 1, cores=2)
+    for other in (replace(spec, fidelity="fast"), replace(spec, num_routers=1)):
+        with pytest.raises(ValueError, match="shared cores need the full fidelity"):
+            Cluster(other)
 
 
 def test_a_report_says_what_clients_saw() -> None:

@@ -4,7 +4,10 @@ reads."""
 from __future__ import annotations
 
 import json
+import os
 import random
+import socket
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,12 +35,17 @@ class TimedCluster:
     """One worker whose steps take the time of a cost, with its page, as its clients and profilers see it."""
 
     def __init__(
-        self, *, page: str = "127.0.0.1:1", extra_steps: int = 0, role: worker_pb2.Role = worker_pb2.ROLE_DECODE
+        self,
+        *,
+        page: str = "127.0.0.1:1",
+        extra_steps: int = 0,
+        role: worker_pb2.Role = worker_pb2.ROLE_DECODE,
+        rank: worker_pb2.RankInfo | None = None,
     ) -> None:
         info = worker_pb2.WorkerInfo(
             worker_id="decode-0",
             role=role,
-            ranks=[worker_pb2.RankInfo(device="cpu")],
+            ranks=[rank or worker_pb2.RankInfo(device="cpu")],
             model="timed",
             block_size=16,
             num_blocks=256,
@@ -57,6 +65,10 @@ class TimedCluster:
         """Steps of others in each request."""
         self._sums: dict[tuple[str, str], float] = defaultdict(float)
         self.now = 0.0
+
+    @property
+    def busy_s(self) -> float:
+        return sum(seconds for (name, _), seconds in self._sums.items() if name == "step_seconds")
 
     def status(self) -> admin_pb2.GetStatusResponse:
         return self._status
@@ -149,6 +161,33 @@ def test_sizes_are_measured_until_their_medians_are_steady(monkeypatch: pytest.M
     assert errors[0] < 1e-9 and errors[1] < 0.1
 
 
+def test_a_machine_that_all_workers_share_is_known_by_its_cores_and_by_what_a_step_keeps_busy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Here this process stands for a worker whose steps keep 1.9 of the cores busy."""
+    cluster = TimedCluster(rank=worker_pb2.RankInfo(device="cpu", host=socket.gethostname(), pid=os.getpid()))
+    monkeypatch.setattr(profiler, "_cpu_seconds", lambda pid: 1.9 * cluster.busy_s if pid == os.getpid() else 0.0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    document = profiled(monkeypatch, cluster)
+    assert (document["cores"], document["threads"]) == (3, 2)
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps(document))
+    found = read_profile(file)
+    assert (found.cores, found.num_threads) == (3, 2)
+    for rank in (worker_pb2.RankInfo(device="cuda:0", host=socket.gethostname()), worker_pb2.RankInfo(host="other")):
+        document = profiled(monkeypatch, TimedCluster(rank=rank))
+        assert (document["cores"], document["threads"]) == (None, 1)
+
+
+def test_the_seconds_of_a_process_are_those_of_all_its_threads() -> None:
+    before, until = profiler._cpu_seconds(os.getpid()), time.process_time() + 0.1
+    while time.process_time() < until:
+        pass
+    assert 0.08 <= profiler._cpu_seconds(os.getpid()) - before < 1
+    with pytest.raises(FailedPrecondition, match="process 99999999 of a worker is not there any more"):
+        profiler._cpu_seconds(99999999)
+
+
 def test_steps_of_others_are_not_taken_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FailedPrecondition, match="other requests run on this cluster"):
         profiled(monkeypatch, TimedCluster(extra_steps=3))
@@ -169,6 +208,8 @@ def test_workers_without_pages_cannot_be_profiled(monkeypatch: pytest.MonkeyPatc
             {"steps": [{"prompt_tokens": 1, "sequences": 0, "kv_tokens": 0, "seconds": 0}]},
             "seconds must be a number above",
         ),
+        ({"cores": 0}, "cores must be a whole number above 0 (got 0)"),
+        ({"threads": None}, "threads must be a whole number above 0 (got None)"),
         ({"message_s": -1}, "message_s must be a number of at least 0, or null (got -1)"),
     ],
 )
