@@ -34,9 +34,10 @@ from benchmarks.make_model import Shape, make_model
 from cluster.errors import BatonError
 from cluster.program import ExitCode
 from engine.attention import cpu
-from engine.model_cost import ModelFlops
+from engine.model_cost import ModelFlops, multiplied_elements
 from engine.model_runner import ModelRunner, StepOutput
 from engine.models.config import ModelConfig
+from engine.models.decoder import layer_matrices
 from engine.native.decode_step import DecodeStep
 from engine.quantization.fp8 import Fp8Matrix, ScaledFp8Matrix
 from engine.quantization.integers import QuantizedMatrix
@@ -156,24 +157,19 @@ class Bench:
         kv_dtype = str(self.runner.kv.dtype).removeprefix("torch.")
         cost = ModelFlops.of(self.config, 1, self.runner.weight_form, kv_dtype)
         kv_bytes = self.config.num_hidden_layers * cost.kv_layer_bytes * self._context * batch_size
-        return cost.layers_bytes + cost.head_bytes + kv_bytes
+        return cost.weights_read(batch_size) + cost.head_bytes + kv_bytes
 
     def prefill_flops(self, num_tokens: int) -> float:
         """Products for each token, the head for one, and causal attention."""
         config = self.config
         heads = config.num_attention_heads * config.head_dim
-        layer = config.hidden_size * (2 * heads + 2 * config.num_key_value_heads * config.head_dim)
-        layer += 3 * config.hidden_size * config.intermediate_size
-        attention = 2 * num_tokens * num_tokens * heads
+        attention = 2.0 * num_tokens * num_tokens * heads * config.num_hidden_layers
         head = 2 * config.hidden_size * config.vocab_size
-        return config.num_hidden_layers * (2.0 * layer * num_tokens + attention) + head
+        return 2.0 * multiplied_elements(config, 1) * num_tokens + attention + head
 
     def gemm_shapes(self) -> list[tuple[int, int]]:
         """(outputs, inputs) of a layer's products."""
-        config = self.config
-        heads, kv = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-        hidden, inner = config.hidden_size, config.intermediate_size
-        return [(heads + 2 * kv, hidden), (hidden, heads), (2 * inner, hidden), (hidden, inner)]
+        return [matrix.shape for matrix in layer_matrices(self.config, 1)]
 
 
 def timed(work: Callable[[], object]) -> float:

@@ -1,9 +1,10 @@
 """Random models in Hugging Face's own format: as slow as real ones of their size, and of no other use.
 
-    python benchmarks/make_model.py {S,M,L,MHA} DIR
+    python benchmarks/make_model.py {S,M,L,MHA,MOE} DIR
 
 S, M and L are Llamas whose query heads share key heads. MHA is one whose heads share nothing, as in the caches that
-`kv_bandwidth` moves: of its size, the model with the most KV. The tokenizer knows bytes and made-up words.
+`kv_bandwidth` moves: of its size, the model with the most KV. MOE is a Qwen3 with experts. The tokenizer knows bytes
+and made-up words.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Shape(StrEnum):
     M = "M"
     L = "L"
     MHA = "MHA"
+    MOE = "MOE"
 
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
@@ -47,8 +49,10 @@ _SHAPES: dict[Shape, dict[str, int]] = {
         Shape.M: (32000, 1024, 2304, 10, 16, 4),  # 160 million
         Shape.L: (32000, 2048, 5632, 22, 32, 4),  # 1.1 billion
         Shape.MHA: (32000, 768, 3072, 12, 12, 12),  # 160 million
+        Shape.MOE: (32000, 1024, 2304, 16, 16, 4),  # 1 billion, of which a token takes 200 million
     }.items()
 }
+_EXPERTS = {"num_experts": 36, "num_experts_per_tok": 4, "moe_intermediate_size": 512, "norm_topk_prob": True}
 _SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
 
 
@@ -71,18 +75,23 @@ def make_model(shape: Shape, folder: Path) -> Path:
 
 
 def _config(shape: Shape) -> dict[str, Any]:
-    return _SHAPES[shape] | {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "torch_dtype": "bfloat16",
-    }
+    is_llama = shape != Shape.MOE
+    return (
+        _SHAPES[shape]
+        | ({"head_dim": 64} | _EXPERTS if not is_llama else {})
+        | {
+            "architectures": ["LlamaForCausalLM" if is_llama else "Qwen3MoeForCausalLM"],
+            "model_type": "llama" if is_llama else "qwen3_moe",
+            "max_position_embeddings": 8192,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "torch_dtype": "bfloat16",
+        }
+    )
 
 
 def _random(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
@@ -100,13 +109,23 @@ def _tensors(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
         prefix = f"model.layers.{layer}"
         for name, num_outputs in {"q": hidden, "k": num_kv, "v": num_kv, "o": hidden}.items():
             yield f"{prefix}.self_attn.{name}_proj.weight", (num_outputs, hidden)
-        for name in ("gate", "up"):
-            yield f"{prefix}.mlp.{name}_proj.weight", (inner, hidden)
-        yield f"{prefix}.mlp.down_proj.weight", (hidden, inner)
+        if "num_experts" in config:
+            yield f"{prefix}.mlp.gate.weight", (config["num_experts"], hidden)
+            yield from ((f"{prefix}.self_attn.{name}_norm.weight", (config["head_dim"],)) for name in "qk")
+            for expert in range(config["num_experts"]):
+                yield from _mlp(f"{prefix}.mlp.experts.{expert}", hidden, config["moe_intermediate_size"])
+        else:
+            yield from _mlp(f"{prefix}.mlp", hidden, inner)
         yield f"{prefix}.input_layernorm.weight", (hidden,)
         yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
     yield "model.norm.weight", (hidden,)
     yield "lm_head.weight", (config["vocab_size"], hidden)
+
+
+def _mlp(prefix: str, hidden: int, inner: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for name in ("gate", "up"):
+        yield f"{prefix}.{name}_proj.weight", (inner, hidden)
+    yield f"{prefix}.down_proj.weight", (hidden, inner)
 
 
 def _tokenizer(vocab_size: int) -> Tokenizer:
@@ -128,7 +147,9 @@ def _tokenizer(vocab_size: int) -> Tokenizer:
 
 
 def main(
-    shape: Annotated[Shape, typer.Argument(help="25 M, 160 M or 1.1 B parameters; MHA: 160 M and much KV.")],
+    shape: Annotated[
+        Shape, typer.Argument(help="25 M, 160 M or 1.1 B parameters; MHA: 160 M and much KV; MOE: experts.")
+    ],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to; a model that is there is kept.")],
 ) -> None:
     """Makes a random model."""

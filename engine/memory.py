@@ -246,15 +246,25 @@ def estimate_bytes(demand: MemoryDemand, step: StepLimits) -> int:
     size = demand.form.element_type.itemsize
     heads = config.num_attention_heads * config.head_dim // demand.tp_size
     kv = len(config.kv_head_range(0, demand.tp_size)) * config.head_dim
-    inner = config.intermediate_size // demand.tp_size
     streams = 3 * config.hidden_size  # the residual, what is added to it, and its norm
     attention = num_tokens * (2 * heads + 2 * kv + 2 * config.head_dim) + 2 * demand.max_model_len * kv
-    mlp = num_tokens * (3 * inner + config.hidden_size)
+    mlp = num_tokens * (_mlp_elements(config, demand.tp_size) + config.hidden_size)
     layer = (num_tokens * streams + max(attention, mlp)) * size
     if demand.form.is_unpacked:  # whole for a product, by way of float32
         layer += largest_matrix_elements(config, demand.tp_size) * (torch.float32.itemsize + size)
     sampling, scoring = step.num_seqs * _SAMPLING_COPIES, step.num_seqs + step.num_scored * _SCORING_COPIES
     return layer + max(sampling, scoring) * config.vocab_size * torch.float32.itemsize
+
+
+def _mlp_elements(config: ModelConfig, tp_size: int) -> int:
+    """Elements of one token that its widest MLP makes: gate, up and their product, and of experts what goes into each
+    that it chooses, and comes out."""
+    experts = config.experts
+    dense = 0 if experts and all(experts.layers) else 3 * config.intermediate_size // tp_size
+    if experts is None:
+        return dense
+    inner = experts.num_per_token * experts.intermediate_size + experts.shared_intermediate_size
+    return max(dense, 3 * inner // tp_size + 2 * experts.num_per_token * config.hidden_size)
 
 
 def _fitting(left_bytes: int, kv_bytes_per_token: int, block_size: int) -> int:

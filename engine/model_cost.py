@@ -22,6 +22,7 @@ import torch
 from engine.kv.pool import cell_size
 from engine.models.config import ModelConfig
 from engine.models.decoder import MatrixShape, layer_matrices, layer_vector_elements, vocabulary_matrix
+from engine.models.experts import ExpertsConfig
 from engine.native.structures import INT4_ZEROS
 from engine.quantization.integers import multiplies_quantized, stored_bytes
 from engine.quantization.interface import Kernels, TritonProducts, weight_formats
@@ -42,6 +43,8 @@ class WeightForm:
     """As `Packing.keeps_codes` says for the checkpoint's packing."""
     is_tiled: bool = False
     """Whether Baton's kernels multiply with the weights, which are then padded for them."""
+    is_plain_tiled: bool = False
+    """Whether they multiply with weights that are not rounded."""
     are_codes_tiled: bool = False
     """Whether they multiply with the codes of a packed checkpoint."""
     are_in_triton: bool = False
@@ -61,6 +64,11 @@ class WeightForm:
         form = weight_formats()[self.quantization]
         return form.size_bytes(shape, self.element_type, torch.device(self.device), self.is_tiled)
 
+    def unrounded_bytes_of(self, shape: tuple[int, int]) -> int:
+        """Bytes that a weight [O, I] takes which is never in fewer bits."""
+        form, is_tiled = weight_formats()["none"], self.is_plain_tiled
+        return form.size_bytes(shape, self.element_type, torch.device(self.device), is_tiled)
+
 
 def choose_form(
     config: ModelConfig, *, dtype: str, device: str, quantization: str, kernels: Kernels | None
@@ -74,6 +82,7 @@ def choose_form(
         quantization,
         keeps_codes,
         is_tiled,
+        is_plain_tiled=weight_formats()["none"].is_tiled(kernels, kind),
         are_codes_tiled=keeps_codes and multiplies_quantized(kernels),
         are_in_triton=isinstance(kernels, TritonProducts),
     )
@@ -99,15 +108,15 @@ def weight_bytes(config: ModelConfig, tp_size: int, form: WeightForm) -> int:
     is_plain = form.quantization == "none" and keeps_plain(vocabulary, kind, place, form.is_tiled)
     if config.tie_word_embeddings and is_plain:
         head -= embedding
-    layer = sum(_linear_bytes(config, linear, form) for linear in layer_matrices(config, tp_size))
+    layers = sum(m.count * _linear_bytes(config, m, form) for m in layer_matrices(config, tp_size))
     vectors = config.num_hidden_layers * layer_vector_elements(config, tp_size) + config.hidden_size
-    return config.num_hidden_layers * layer + embedding + head + vectors * kind.itemsize
+    return layers + embedding + head + vectors * kind.itemsize
 
 
-def layers_multiplied_bytes(config: ModelConfig, tp_size: int, form: WeightForm) -> int:
-    """Bytes of the matrices of all layers on one rank, in one form."""
-    layer = sum(_linear_bytes(config, linear, form, is_read=True) for linear in layer_matrices(config, tp_size))
-    return config.num_hidden_layers * layer
+def layers_multiplied_bytes(config: ModelConfig, tp_size: int, form: WeightForm, *, of_experts: bool = False) -> int:
+    """Bytes of the matrices of all layers on one rank, in one form: of all experts, or of what all tokens take."""
+    matrices = [matrix for matrix in layer_matrices(config, tp_size) if matrix.is_expert == of_experts]
+    return sum(matrix.count * _linear_bytes(config, matrix, form, is_read=True) for matrix in matrices)
 
 
 def largest_matrix_elements(config: ModelConfig, tp_size: int) -> int:
@@ -116,13 +125,20 @@ def largest_matrix_elements(config: ModelConfig, tp_size: int) -> int:
     return max(matrix.num_elements for matrix in matrices)
 
 
-def layer_elements(config: ModelConfig, tp_size: int) -> int:
-    """Elements of the matrices of one layer on one rank."""
-    return sum(matrix.num_elements for matrix in layer_matrices(config, tp_size))
+def multiplied_elements(config: ModelConfig, tp_size: int) -> int:
+    """Elements of the matrices of all layers on one rank that one token is multiplied with."""
+    experts = config.experts
+    count = 0
+    for matrix in layer_matrices(config, tp_size):
+        held = matrix.count * matrix.num_elements
+        count += held * experts.num_per_token // experts.num_experts if experts and matrix.is_expert else held
+    return count
 
 
 def _linear_bytes(config: ModelConfig, linear: MatrixShape, form: WeightForm, is_read: bool = False) -> int:
-    """Bytes of a matrix; `is_read`: of one form, where it is kept in two."""
+    """Bytes of one such matrix; `is_read`: of one form, where it is kept in two."""
+    if not linear.is_rounded:
+        return form.unrounded_bytes_of(linear.shape)
     packing = config.packing if linear.is_packed and form.keeps_codes else None
     group = None if packing is None else packing.kept_group(linear.shape[1], linear.num_ranks)
     if packing is not None and group is not None:
@@ -157,7 +173,7 @@ class ModelFlops:
     head_flops: int
     """Operations of one row."""
     layers_bytes: int
-    """Bytes of all layers' matrices."""
+    """Bytes of all layers' matrices, but for experts."""
     head_bytes: int
     pair_flops: int
     """Operations of one token and one key in one layer, all query heads of the rank."""
@@ -165,20 +181,30 @@ class ModelFlops:
     """Bytes of one token's keys and values in one layer."""
     windows: tuple[tuple[int | None, int], ...]
     """(tokens that a token sees, None: all before it; number of such layers)."""
+    experts: ExpertsConfig | None = None
+    experts_bytes: int = 0
+    """Bytes of all experts of all layers."""
 
     @classmethod
     def of(cls, config: ModelConfig, tp_size: int, form: WeightForm, kv_dtype: str) -> Self:
         """`kv_dtype`: the pool's type, as `engine.memory.resolve_kv_dtype` gives it."""
         num_layers, head = config.num_hidden_layers, vocabulary_matrix(config, tp_size)
         return cls(
-            layers_flops=2 * num_layers * layer_elements(config, tp_size),
+            layers_flops=2 * multiplied_elements(config, tp_size),
             head_flops=2 * head.num_elements,
-            layers_bytes=layers_multiplied_bytes(config, tp_size, form),
+            layers_bytes=layers_multiplied_bytes(config, tp_size, form, of_experts=False),
+            experts_bytes=layers_multiplied_bytes(config, tp_size, form, of_experts=True),
             head_bytes=_linear_bytes(config, head, form, is_read=True),
             pair_flops=4 * config.num_attention_heads // tp_size * config.head_dim,
             kv_layer_bytes=kv_bytes_per_token(config, tp_size, kv_dtype) // num_layers,
             windows=tuple(Counter(config.layer_windows).items()),
+            experts=config.experts,
         )
+
+    def weights_read(self, num_tokens: int) -> float:
+        """Returns the bytes of the layers' weights that a step of as many tokens reads, if they choose their experts
+        evenly and each by itself."""
+        return self.layers_bytes + (self.experts_bytes * self.experts.chosen_share(num_tokens) if self.experts else 0.0)
 
     def of_step(self, step: StepInput) -> StepFlops:
         """Counts a step. One of no tokens only copies blocks, which costs nothing here."""
@@ -194,7 +220,7 @@ class ModelFlops:
             num_read += num_layers * read
         written = num_tokens * sum(num_layers for _, num_layers in self.windows)
         flops = num_tokens * self.layers_flops + num_rows * self.head_flops + num_pairs * self.pair_flops
-        size_bytes = self.layers_bytes + (self.head_bytes if num_rows else 0)
+        size_bytes = self.weights_read(num_tokens) + (self.head_bytes if num_rows else 0)
         size_bytes += (num_read + written) * self.kv_layer_bytes
         return StepFlops(num_tokens, float(flops), float(size_bytes), has_prompt, has_decode)
 

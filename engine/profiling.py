@@ -15,7 +15,7 @@ import torch
 
 from engine.cpu_runtime import return_freed_memory
 from engine.memory import Activations, MemoryDemand, StepLimits, estimate_activations, estimate_bytes
-from engine.model_cost import layer_elements
+from engine.model_cost import multiplied_elements
 from engine.model_runner import ModelRunner
 from engine.sampling.params import SampleRow, SamplingParams
 from engine.sampling.sampler import Sampler
@@ -72,9 +72,9 @@ def measure_activations(runner: ModelRunner, demand: MemoryDemand) -> Activation
 def step_to_try(demand: MemoryDemand, context: int) -> StepLimits:
     """The part of the largest step that a CPU computes in less than a second."""
     config, tp_size, whole = demand.config, demand.tp_size, demand.largest_step
-    num_kinds = len(set(config.layer_windows))
+    share = len(config.layer_kinds) / config.num_hidden_layers  # of the layers, which are computed
     attention = 2 * context * config.num_attention_heads * config.head_dim // tp_size
-    of_token = 2 * num_kinds * (layer_elements(config, tp_size) + attention)
+    of_token = int(2 * share * (multiplied_elements(config, tp_size) + config.num_hidden_layers * attention))
     of_row = 4 * config.hidden_size * config.vocab_size // tp_size
     num_rows = max(_MIN_ROWS, _MAX_WORK_ON_CPU // of_row)
     num_seqs = min(whole.num_seqs, num_rows)

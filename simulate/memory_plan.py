@@ -60,8 +60,7 @@ class MemoryQuestion:
         rows = min(self.max_num_seqs, tokens)
         heads, kv, rope_dim = _widths(shape, tp_size)
         attention = tokens * (2 * heads + 2 * kv + 2 * rope_dim) + 2 * shape.max_position_embeddings * kv
-        inner = _inner_size(shape, layout)
-        mlp = tokens * (3 * inner + shape.hidden_size)
+        mlp = tokens * (_mlp_elements(shape, layout) + shape.hidden_size)
         layer = (3 * tokens * shape.hidden_size + max(attention, mlp)) * shape.element_bytes
         scored = min(tokens, max(1, _SCORED_BYTES // (_LOGIT_BYTES * shape.vocab_size)))
         logits = max(rows * _SAMPLING_COPIES, rows + scored * _SCORING_COPIES)
@@ -189,13 +188,15 @@ def _widths(shape: ModelShape, tp_size: int) -> tuple[int, int, int]:
     return heads * shape.head_dim, shape.kv_heads(tp_size) * shape.head_dim, shape.head_dim
 
 
-def _inner_size(shape: ModelShape, layout: DeviceLayout) -> int:
-    """Elements of a token between an MLP's matrices on one device; with experts over several devices, of those that
-    come to it when all are used alike."""
-    dense = shape.intermediate_size // layout.tp_size if shape.num_dense_layers else 0
+def _mlp_elements(shape: ModelShape, layout: DeviceLayout) -> int:
+    """Elements of a token that its widest MLP makes on one device: gate, up and their product, and of experts what goes
+    into each that it chooses, and comes out. With experts over several devices, of those that come to it when all are
+    used alike."""
+    dense = 3 * shape.intermediate_size // layout.tp_size if shape.num_dense_layers else 0
     if shape.experts is None:
         return dense
     experts = shape.experts
     sliced = layout.tp_size if layout.ep_size == 1 else 1
-    routed = experts.num_per_token * experts.intermediate_size // sliced
-    return max(dense, routed + experts.shared_intermediate_size // layout.tp_size)
+    routed = 3 * experts.num_per_token * experts.intermediate_size // sliced
+    shared = 3 * experts.shared_intermediate_size // layout.tp_size
+    return max(dense, routed + shared + 2 * experts.num_per_token * shape.hidden_size)

@@ -14,7 +14,6 @@ from simulate.known_models import KNOWN_MODELS
 from simulate.shapes import ExpertsShape, LatentShape, ModelShape
 
 _ANY_FAMILY = ModelFamily(reads_attention_bias=True, reads_mlp_bias=True)
-_MOE_QK_NORM = ("Qwen3MoeForCausalLM",)
 _NOT_GATED = ("OPT", "Bloom", "GPT2", "GPTNeoX", "GPTJ", "GPTBigCode", "Falcon", "Phi", "MPT", "Starcoder2")
 """Families, by how their architectures begin, whose MLP has two matrices of, mostly, four times the hidden size."""
 _GATED = ("Phi3", "PhiMoE")
@@ -75,7 +74,7 @@ def read_shape(values: dict[str, Any], where: str, name: str) -> ModelShape:
         max_position_embeddings=fields.size("max_position_embeddings"),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         is_gated=is_gated,
-        has_qk_norm=family.qk_norm or architecture in _MOE_QK_NORM,
+        has_qk_norm=family.qk_norm,
         has_qkv_bias=family.has_qkv_bias or has_bias,
         has_output_bias=has_bias,
         has_mlp_bias=family.reads_mlp_bias and fields.flag("mlp_bias"),
@@ -140,6 +139,7 @@ def _experts(fields: Fields) -> ExpertsShape | None:
         num_per_token=fields.size("num_experts_per_tok"),
         intermediate_size=inner,
         shared_intermediate_size=shared,
+        has_shared_gate=fields.get("shared_expert_intermediate_size") is not None,
     )
 
 

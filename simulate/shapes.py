@@ -71,6 +71,8 @@ class ExpertsShape:
     intermediate_size: int
     shared_intermediate_size: int
     """Of the expert that every token takes; 0: there is none."""
+    has_shared_gate: bool = False
+    """Whether that one's output is weighed by a gate of its own."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +227,7 @@ class ModelShape:
         return [
             *self._mlps(held, experts.intermediate_size // sliced, "experts"),
             *self._mlps(experts.num_layers, experts.shared_intermediate_size // layout.tp_size),
-            MatrixGroup("gate", experts.num_routed, self.hidden_size, experts.num_layers),
+            MatrixGroup("gate", experts.num_routed + experts.has_shared_gate, self.hidden_size, experts.num_layers),
         ]
 
     def vector_elements(self, tp_size: int) -> int:

@@ -119,9 +119,10 @@ def takes_rounded(matrix: Matrix) -> bool:
     return isinstance(matrix, ScaledFp8Matrix)
 
 
-def _multiply(
+def multiply(
     matrix: Matrix, x: Rows, bias: torch.Tensor | None = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
+    """The matrix' product with [T, I], rounded or not."""
     if isinstance(x, RoundedRows):
         assert isinstance(matrix, ScaledFp8Matrix), "only a product in fp8 takes rounded rows"
         return matrix(x, bias, dtype)
@@ -140,7 +141,7 @@ class ColumnParallelLinear:
         self.bias = loader.stack(biases) if bias else None
 
     def __call__(self, x: Rows) -> torch.Tensor:
-        return _multiply(self.matrix, x, self.bias)
+        return multiply(self.matrix, x, self.bias)
 
 
 class RowParallelLinear:
@@ -154,7 +155,7 @@ class RowParallelLinear:
         self._tp = loader.tp
 
     def __call__(self, x: Rows) -> torch.Tensor:
-        out = _multiply(self.matrix, x, self.bias if self._tp.rank == 0 else None)
+        out = multiply(self.matrix, x, self.bias if self._tp.rank == 0 else None)
         self._tp.all_reduce(out)
         return out
 
@@ -198,5 +199,5 @@ class VocabParallelHead:
         self._tp = loader.tp
 
     def __call__(self, hidden: Rows) -> torch.Tensor:
-        logits = _multiply(self.matrix, hidden, dtype=torch.float32)
+        logits = multiply(self.matrix, hidden, dtype=torch.float32)
         return self._tp.all_gather(logits, dim=-1)[:, : self._vocab_size]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from cluster.errors import CheckpointError, ConfigError
 from engine.json_fields import Fields, read_json
+from engine.models.experts import ExpertsConfig
 from engine.models.registry import FAMILIES
 from engine.quantization.packed import Packing, read_packing
 
@@ -77,12 +78,22 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     packing: Packing | None = None
     """The packing of its linear layers; None: plain weights."""
+    experts: ExpertsConfig | None = None
 
     @property
     def features(self) -> frozenset[str]:
         """The names of the fields by which this model computes something that not every model does."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _COMMON}
         return frozenset(name for name, value in values.items() if _is_used(value))
+
+    @property
+    def layer_kinds(self) -> tuple[int, ...]:
+        """The first layer of each kind that the model has."""
+        has_experts = self.experts.layers if self.experts else (False,) * self.num_hidden_layers
+        first: dict[tuple[int | None, bool], int] = {}
+        for layer, kind in enumerate(zip(self.layer_windows, has_experts, strict=True)):
+            first.setdefault(kind, layer)
+        return tuple(first.values())
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ModelConfig:
@@ -117,6 +128,7 @@ class ModelConfig:
             dtype=_dtype(fields),
             eos_token_ids=_eos_token_ids(folder, fields),
             packing=read_packing(fields),
+            experts=family.experts(fields, num_layers),
         )
         config._check_heads()
         return config
@@ -134,17 +146,26 @@ class ModelConfig:
         """Whether query heads and MLP columns split evenly, and KV heads split or replicate evenly."""
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         splits_kv = kv_heads % tp_size == 0 or tp_size % kv_heads == 0
-        return heads % tp_size == 0 and self.intermediate_size % tp_size == 0 and splits_kv
+        return heads % tp_size == 0 and splits_kv and not any(size % tp_size for size in self._inner_sizes())
+
+    def _inner_sizes(self) -> list[int]:
+        """Sizes of the MLPs that the model has."""
+        experts = self.experts
+        if experts is None:
+            return [self.intermediate_size]
+        dense = [] if all(experts.layers) else [self.intermediate_size]
+        return [*dense, experts.intermediate_size, experts.shared_intermediate_size]
 
     def check_tp_size(self, tp_size: int) -> None:
         """Raises ConfigError naming the sizes that work."""
         if self.allows_tp_size(tp_size):
             return
         sizes = [str(n) for n in range(1, self.num_attention_heads + 1) if self.allows_tp_size(n)]
+        inner = ", ".join(str(size) for size in self._inner_sizes() if size)
         choices = " or ".join([", ".join(sizes[:-1]), sizes[-1]] if len(sizes) > 1 else sizes)
         raise ConfigError(
             f"tensor_parallel: {tp_size} does not divide {self.num_attention_heads} attention heads, "
-            f"{self.num_key_value_heads} KV heads and intermediate_size {self.intermediate_size}; use {choices}"
+            f"{self.num_key_value_heads} KV heads and MLPs of {inner}; use {choices}"
         )
 
     def kv_head_range(self, tp_rank: int, tp_size: int) -> range:

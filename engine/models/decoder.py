@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from engine.attention.interface import Attention, AttentionBatch
 from engine.kv.pool import KvCache
+from engine.layers.experts import RoutedExperts
 from engine.layers.linear import (
     ColumnParallelLinear,
+    Linear,
     Loader,
     Projection,
     RmsNorm,
@@ -125,6 +127,15 @@ class GatedMlp:
         )
         self._ops = loader.ops
 
+    @property
+    def takes_rounded(self) -> bool:
+        """Whether what computes its input should round it."""
+        return takes_rounded(self.gate_up.matrix)
+
+    @property
+    def linears(self) -> Sequence[Linear]:
+        return self.gate_up, self.down
+
     def __call__(self, x: Rows) -> torch.Tensor:
         return self.down(self._ops.silu_mul(self.gate_up(x), takes_rounded(self.down.matrix)))
 
@@ -137,13 +148,17 @@ class DecoderLayer:
         self.input_norm = RmsNorm(loader, f"{name}.input_layernorm", config.hidden_size, config.rms_norm_eps)
         self.attention = SelfAttention(config, layer, loader)
         self.mlp_norm = RmsNorm(loader, f"{name}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMlp(config, layer, loader)
+        self.mlp: GatedMlp | RoutedExperts
+        if config.experts is not None and config.experts.layers[layer]:
+            self.mlp = RoutedExperts(config.experts, config.hidden_size, layer, loader)
+        else:
+            self.mlp = GatedMlp(config, layer, loader)
 
     def __call__(self, residual: torch.Tensor, add: torch.Tensor | None, context: StepContext) -> torch.Tensor:
         """Adds `add`, the output of the layer before, to the residual [T, E]; returns what is to be added next."""
         x = self.input_norm(residual, add, takes_rounded(self.attention.qkv.matrix))
         add = self.attention(x, context)
-        return self.mlp(self.mlp_norm(residual, add, takes_rounded(self.mlp.gate_up.matrix)))
+        return self.mlp(self.mlp_norm(residual, add, self.mlp.takes_rounded))
 
 
 class Decoder:
@@ -187,14 +202,20 @@ class Decoder:
 
 @dataclass(frozen=True)
 class MatrixShape:
-    """One matrix of one rank, as it is fused above."""
+    """Matrices of one size on one rank, as they are fused above."""
 
     num_outputs: int
     num_inputs: int
+    count: int = 1
+    """How many the rank holds, in all layers."""
     is_packed: bool = False
     """Whether a packed checkpoint has it in codes."""
     num_ranks: int = 1
     """Ranks among which its inputs are divided."""
+    is_expert: bool = False
+    """Whether a token is multiplied with those of its experts only."""
+    is_rounded: bool = True
+    """Whether `model.quantization` rounds it."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -202,18 +223,38 @@ class MatrixShape:
 
     @property
     def num_elements(self) -> int:
+        """Of one of them."""
         return self.num_outputs * self.num_inputs
 
 
 def layer_matrices(config: ModelConfig, tp_size: int) -> list[MatrixShape]:
-    """The matrices of one layer on one rank."""
+    """The matrices of all layers on one rank."""
     attended, kv = _head_widths(config, tp_size)
-    inner, hidden = config.intermediate_size // tp_size, config.hidden_size
+    hidden, num_layers, experts = config.hidden_size, config.num_hidden_layers, config.experts
+    matrices = [
+        MatrixShape(attended + 2 * kv, hidden, num_layers, is_packed=True),
+        MatrixShape(hidden, attended, num_layers, is_packed=True, num_ranks=tp_size),
+    ]
+    if num_dense := num_layers - (experts.num_layers if experts else 0):
+        matrices += _mlp_matrices(config.intermediate_size, num_dense, config, tp_size)
+    if experts is None:
+        return matrices
+    count = experts.num_layers
+    routed = _mlp_matrices(experts.intermediate_size, count * experts.num_experts, config, tp_size)
+    matrices += [replace(matrix, is_expert=True) for matrix in routed]
+    matrices.append(MatrixShape(experts.num_experts, hidden, count, is_rounded=False))
+    if shared := experts.shared_intermediate_size:
+        matrices += _mlp_matrices(shared, count, config, tp_size)
+        matrices.append(MatrixShape(1, hidden, count, is_rounded=False))
+    return matrices
+
+
+def _mlp_matrices(inner: int, count: int, config: ModelConfig, tp_size: int) -> list[MatrixShape]:
+    """Of as many MLPs whose middle is `inner` wide on all ranks together."""
+    width, hidden = inner // tp_size, config.hidden_size
     return [
-        MatrixShape(attended + 2 * kv, hidden, is_packed=True),
-        MatrixShape(hidden, attended, is_packed=True, num_ranks=tp_size),
-        MatrixShape(2 * inner, hidden, is_packed=True),
-        MatrixShape(hidden, inner, is_packed=True, num_ranks=tp_size),
+        MatrixShape(2 * width, hidden, count, is_packed=True),
+        MatrixShape(hidden, width, count, is_packed=True, num_ranks=tp_size),
     ]
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from cluster.errors import CheckpointError
 from engine.json_fields import Fields
+from engine.models.experts import ExpertsConfig, mixtral_experts, no_experts, qwen2_experts, qwen_experts
 
 Windows = tuple[int | None, ...]
 """For each layer, how many tokens a token sees, itself included; None: all before it."""
@@ -24,6 +25,11 @@ def _one_window(fields: Fields, num_layers: int) -> Windows:
     """`sliding_window` in all layers."""
     slides = fields.get("sliding_window") is not None
     return (fields.size("sliding_window") if slides else None,) * num_layers
+
+
+def _used_window(fields: Fields, num_layers: int) -> Windows:
+    """`sliding_window` in all layers, if `use_sliding_window`."""
+    return _one_window(fields, num_layers) if fields.flag("use_sliding_window") else (None,) * num_layers
 
 
 def _qwen_windows(fields: Fields, num_layers: int) -> Windows:
@@ -56,14 +62,21 @@ class ModelFamily:
     qk_norm: bool = False
     """RMSNorm on each query and key head before rope."""
     layer_windows: Callable[[Fields, int], Windows] = _no_windows
+    experts: Callable[[Fields, int], ExpertsConfig | None] = no_experts
+    """Of a model of as many layers."""
 
 
 FAMILIES: dict[str, ModelFamily] = {
     "LlamaForCausalLM": ModelFamily(reads_attention_bias=True, reads_mlp_bias=True),
     "MistralForCausalLM": ModelFamily(layer_windows=_one_window),
+    "MixtralForCausalLM": ModelFamily(layer_windows=_one_window, experts=mixtral_experts),
     "Qwen2ForCausalLM": ModelFamily(has_qkv_bias=True, layer_windows=_qwen_windows),
+    "Qwen2MoeForCausalLM": ModelFamily(has_qkv_bias=True, layer_windows=_qwen_windows, experts=qwen2_experts),
     "Qwen3ForCausalLM": ModelFamily(
         default_head_dim=128, reads_attention_bias=True, qk_norm=True, layer_windows=_qwen_windows
+    ),
+    "Qwen3MoeForCausalLM": ModelFamily(
+        reads_attention_bias=True, qk_norm=True, layer_windows=_used_window, experts=qwen_experts
     ),
 }
 """By the first of config.json's `architectures`."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.native.build import BuildFailed, build
-from engine.native.structures import DecodeBatch, DecodeModel, Tiles, Weight
+from engine.native.structures import DecodeBatch, DecodeModel, NativeExperts, Tiles, Weight
 
 DTYPES = (torch.float32, torch.bfloat16)
 MAX_HEAD_DIM = 512
@@ -64,6 +64,7 @@ class Native:
         """Whether it multiplies bfloat16 as well (AVX512-BF16)."""
         if self.has_products:
             self._linear = self._bind("linear", [_POINTER, _WEIGHT, _POINTER, _POINTER, _FLAG, _COUNT])
+            self._experts = self._bind("experts", [_POINTER] * 6 + [_COUNT])
             self._decode = {
                 kind: self._bind(f"decode_{name}", [_POINTER] * 2, ctypes.c_int) for kind, name in DECODE_PAGES.items()
             }
@@ -217,6 +218,25 @@ class Native:
         num_tokens = x.shape[0]
         out = torch.empty((num_tokens, tiles.num_outputs), dtype=dtype)
         self._linear(x.data_ptr(), tiles.weight, _address(bias), out.data_ptr(), dtype == torch.float32, num_tokens)
+        return out
+
+    def experts(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        experts: NativeExperts,
+        shared: Tensor | None = None,
+        gate: Tensor | None = None,
+    ) -> Tensor:
+        """bfloat16 [T, E] through the experts that a router's logits, float32 [T, N], choose: [T, E].
+
+        With `shared`, [T, E], the output of the expert that every token takes is added, times the sigmoid of `gate`,
+        float32 [T, 1].
+        """
+        out = torch.empty_like(x)
+        if len(x):
+            addresses = x.data_ptr(), logits.data_ptr(), _address(shared), _address(gate), out.data_ptr()
+            self._experts(ctypes.byref(experts), *addresses, len(x))
         return out
 
     def decode(self, model: DecodeModel, batch: DecodeBatch, pages: torch.dtype) -> bool:

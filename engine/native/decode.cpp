@@ -3,34 +3,29 @@
 // Between products threads meet at a barrier and nowhere else; whoever was held up takes fewer tiles. The arithmetic and its
 // order are those of the functions that engine.native has for each part.
 //
-// Legend: T tokens, one of each sequence, E hidden_size, W width of the MLP, Hq/H query/KV heads, D head_dim, V outputs
-// of the head, P positions.
+// Legend: T tokens, one of each sequence, E hidden_size, W width of the MLP, N experts, Hq/H query/KV heads, D head_dim,
+// V outputs of the head, P positions.
 
 #include <omp.h>
 
-#include <memory>
-
 #include "attend.h"
-#include "layers.h"
-#include "products.h"
+#include "experts.h"
 
 #ifdef HAS_DOTS
 
 namespace {
 
-struct Matrix {
-  Weight weight;
-  const bfloat16* bias;  // or null
-};
-
 struct Layer {
-  Matrix qkv, out, gate_up, down;
+  Matrix qkv, out;
+  Matrix gate_up, down;  // of the MLP; of the expert that every token takes, if any, where `experts` are
   const bfloat16* input_norm;
   const bfloat16* mlp_norm;
   const bfloat16* head_norm;  // [Hq + H, D] or null
   void* keys;
   void* values;
   int64_t window;  // keys before its own that a token sees; -1 for all
+  const Experts* experts;  // or null
+  Matrix router, shared_gate;
 };
 
 struct Model {
@@ -56,21 +51,28 @@ struct Batch {
   int64_t tokens, table_width;
 };
 
-template <typename T>
-std::unique_ptr<T[]> room(int64_t size) {
-  return std::unique_ptr<T[]>(new T[size]);
-}
+constexpr int64_t kProducts = 8;  // of a layer, at most
 
 // Memory of one step.
 struct Room {
-  std::unique_ptr<bfloat16[]> residual, normed, qkv, attended, added, gate_up, gated;
+  std::unique_ptr<bfloat16[]> residual, normed, qkv, attended, added, gate_up, gated, shared;
   std::unique_ptr<int8_t[]> data;
   std::unique_ptr<int32_t[]> sums;
-  std::unique_ptr<float[]> scales;
+  std::unique_ptr<float[]> scales, router, shared_gate;  // of the router and the shared expert's gate: [T, N], [T]
   std::unique_ptr<Taken[]> taken;
+  std::unique_ptr<ExpertsRoom> experts;
 
   Room(const Model& m, int64_t tokens) {
-    const int64_t qkv_width = (m.q_heads + 2 * m.kv_heads) * m.dim, mlp = m.layers[0].down.weight.width;
+    const int64_t qkv_width = (m.q_heads + 2 * m.kv_heads) * m.dim;
+    int64_t mlp = 0;
+    for (int64_t l = 0; l < m.num_layers; ++l) {
+      const Layer& layer = m.layers[l];
+      mlp = std::max(mlp, layer.down.weight.width);
+      if (!layer.experts || experts) continue;
+      experts = std::make_unique<ExpertsRoom>(*layer.experts, tokens);
+      router = room<float>(tokens * layer.experts->count), shared_gate = room<float>(tokens);
+      shared = room<bfloat16>(tokens * m.hidden);
+    }
     const int64_t widest = std::max({m.hidden, m.q_heads * m.dim, mlp}) + kSpan;
     residual = room<bfloat16>(tokens * m.hidden), normed = room<bfloat16>(tokens * m.hidden);
     added = room<bfloat16>(tokens * m.hidden), qkv = room<bfloat16>(tokens * qkv_width);
@@ -78,7 +80,7 @@ struct Room {
     gate_up = room<bfloat16>(tokens * 2 * mlp), gated = room<bfloat16>(tokens * mlp);
     data = room<int8_t>(tokens * widest), sums = room<int32_t>(tokens * widest / kGroup);
     scales = room<float>(tokens * widest / kSpan);
-    taken = std::unique_ptr<Taken[]>(new Taken[4 * m.num_layers + 1]());
+    taken = std::unique_ptr<Taken[]>(new Taken[kProducts * m.num_layers + 1]());
   }
 
   // Tokens as `w` is multiplied with them, where they lie as `plain`.
@@ -95,6 +97,13 @@ void add_and_normalise(const Model& m, const Room& r, const bfloat16* add, const
     normalise(&r.residual[t * m.hidden], add ? add + t * m.hidden : nullptr, norm, to, m.hidden, m.eps);
     if (w.rounds()) round_token(to, m.hidden, t, w.inputs, rows);
   }
+}
+
+// Rounds [T, I], which lie there already, for a product with `w`.
+void round_all(const Room& r, const bfloat16* plain, const Weight& w, int64_t tokens) {
+  if (!w.rounds()) return;
+#pragma omp for schedule(static)
+  for (int64_t t = 0; t < tokens; ++t) round_token(plain + t * w.width, w.width, t, w.inputs, r.rows(nullptr));
 }
 
 template <typename P>
@@ -116,11 +125,7 @@ void attend_all(const Model& m, const Layer& layer, const Room& r, const Batch& 
     attend(pages, token + first * group * m.dim, b.tables + t * b.table_width, b.lengths[t], first, last,
            &r.attended[(t * m.q_heads + first * group) * m.dim], scratch);
   }
-  const Weight& out = layer.out.weight;
-  if (!out.rounds()) return;
-#pragma omp for schedule(static)
-  for (int64_t t = 0; t < b.tokens; ++t)
-    round_token(&r.attended[t * out.width], out.width, t, out.inputs, r.rows(nullptr));
+  round_all(r, r.attended.get(), layer.out.weight, b.tokens);
 }
 
 void gate_all(const Weight& down, const Room& r, int64_t tokens) {
@@ -129,6 +134,16 @@ void gate_all(const Weight& down, const Room& r, int64_t tokens) {
     bfloat16* to = &r.gated[t * down.width];
     gate(&r.gate_up[2 * t * down.width], to, down.width);
     if (down.rounds()) round_token(to, down.width, t, down.inputs, r.rows(nullptr));
+  }
+}
+
+void mix_all(const Model& m, const Layer& layer, const Room& r, int64_t tokens) {
+  std::vector<float> sum(m.hidden);
+  const bool has_shared = layer.down.weight.outputs;
+#pragma omp for schedule(static)
+  for (int64_t t = 0; t < tokens; ++t) {
+    const bfloat16* shared = has_shared ? &r.shared[t * m.hidden] : nullptr;
+    mix(*layer.experts, *r.experts, t, shared, has_shared ? r.shared_gate[t] : 0.0f, sum.data(), &r.added[t * m.hidden]);
   }
 }
 
@@ -161,8 +176,11 @@ int decode(const Model& m, const Batch& b) {
       work();
       if (leads) spent += omp_get_wtime() - begun;
     };
-    auto times = [&, taken = r.taken.get()](const Matrix& matrix, const bfloat16* plain, auto* out) mutable {
-      timed(b.spent[0], [&] { multiply(matrix.weight, matrix.bias, r.rows(plain), b.tokens, out, *taken++); });
+    Taken* taken = r.taken.get();  // those that no product has used
+    const auto take = [&](int64_t count) { return (taken += count) - count; };
+    const auto times = [&](const Matrix& matrix, const bfloat16* plain, auto* out) {
+      const Part part{&matrix.weight, matrix.bias, 0, b.tokens};
+      timed(b.spent[0], [&] { multiply(&part, 1, r.rows(plain), out, *take(1)); });
     };
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < b.tokens; ++t)
@@ -174,10 +192,24 @@ int decode(const Model& m, const Batch& b) {
       times(layer.qkv, r.normed.get(), r.qkv.get());
       timed(b.spent[1], [&] { attend_all<P>(m, layer, r, b, scratch, at_once); });
       times(layer.out, r.attended.get(), r.added.get());
-      add_and_normalise(m, r, r.added.get(), layer.mlp_norm, layer.gate_up.weight, b.tokens);
-      times(layer.gate_up, r.normed.get(), r.gate_up.get());
-      gate_all(layer.down.weight, r, b.tokens);
-      times(layer.down, r.gated.get(), r.added.get());
+      const Matrix& first = layer.experts ? layer.router : layer.gate_up;
+      add_and_normalise(m, r, r.added.get(), layer.mlp_norm, first.weight, b.tokens);
+      if (layer.experts) {
+        times(layer.router, r.normed.get(), r.router.get());
+        timed(b.spent[0], [&] {
+          run_experts(*layer.experts, *r.experts, r.normed.get(), r.router.get(), b.tokens, take(2));
+        });
+      }
+      if (layer.gate_up.weight.outputs) {
+        if (layer.experts) round_all(r, r.normed.get(), layer.gate_up.weight, b.tokens);
+        times(layer.gate_up, r.normed.get(), r.gate_up.get());
+        gate_all(layer.down.weight, r, b.tokens);
+        times(layer.down, r.gated.get(), layer.experts ? r.shared.get() : r.added.get());
+      }
+      if (layer.experts) {
+        if (layer.gate_up.weight.outputs) times(layer.shared_gate, r.normed.get(), r.shared_gate.get());
+        mix_all(m, layer, r, b.tokens);
+      }
     }
     add_and_normalise(m, r, add, m.norm, m.head.weight, b.tokens);
     times(m.head, r.normed.get(), b.logits);

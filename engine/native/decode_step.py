@@ -8,22 +8,24 @@ Legend: T sequences, each with one new token, V vocab_size.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 
 import numpy as np
 import torch
 
 from engine.kv.pool import KvCache
+from engine.layers.experts import RoutedExperts
 from engine.layers.linear import Linear
 from engine.layers.rope import RopeTable
 from engine.models.config import ModelConfig
-from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.decoder import Decoder, DecoderLayer, GatedMlp
 from engine.native import DECODE_PAGES, Native
 from engine.native.structures import DecodeBatch, DecodeModel, Layer, NativeMatrix
-from engine.quantization.interface import TiledMatrix
+from engine.quantization.interface import native_tiles
 from engine.step_input import StepInput, is_decode
 
-FEATURES = frozenset({"attention_bias", "attention_output_bias", "mlp_bias", "qk_norm", "layer_windows"})
+FEATURES = frozenset({"attention_bias", "attention_output_bias", "mlp_bias", "qk_norm", "layer_windows", "experts"})
 """Those of `ModelConfig.features` that the kernels compute."""
 
 
@@ -114,17 +116,18 @@ class DecodeStep:
 
 def _linears(model: Decoder) -> Iterator[Linear]:
     for layer in model.layers:
-        yield from (layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down)
+        yield from (layer.attention.qkv, layer.attention.out, *layer.mlp.linears)
     yield model.head
 
 
 def _can_multiply(linear: Linear) -> bool:
-    return isinstance(linear.matrix, TiledMatrix) and linear.matrix.order is None
+    return native_tiles(linear.matrix) is not None
 
 
 def _matrix(linear: Linear) -> NativeMatrix:
-    assert isinstance(linear.matrix, TiledMatrix), "a matrix is not tiled"
-    return NativeMatrix(weight=linear.matrix.tiles.weight, bias=None if linear.bias is None else linear.bias.data_ptr())
+    tiles = native_tiles(linear.matrix)
+    assert tiles is not None, "a matrix is not tiled"
+    return NativeMatrix(weight=tiles.weight, bias=None if linear.bias is None else linear.bias.data_ptr())
 
 
 def _layer(layer: DecoderLayer, kv: KvCache) -> Layer:
@@ -133,8 +136,7 @@ def _layer(layer: DecoderLayer, kv: KvCache) -> Layer:
     return Layer(
         qkv=_matrix(attention.qkv),
         out=_matrix(attention.out),
-        gate_up=_matrix(mlp.gate_up),
-        down=_matrix(mlp.down),
+        **_mlp(mlp),
         input_norm=layer.input_norm.weight.data_ptr(),
         mlp_norm=layer.mlp_norm.weight.data_ptr(),
         head_norm=None if attention.head_norm is None else attention.head_norm.data_ptr(),
@@ -142,3 +144,15 @@ def _layer(layer: DecoderLayer, kv: KvCache) -> Layer:
         values=values.data_ptr(),
         window=attention.window_size[0],
     )
+
+
+def _mlp(mlp: GatedMlp | RoutedExperts) -> dict[str, object]:
+    """The fields of `Layer` that say what is computed between the MLP's norm and the residual."""
+    if isinstance(mlp, GatedMlp):
+        return {"gate_up": _matrix(mlp.gate_up), "down": _matrix(mlp.down)}
+    assert mlp.experts.native is not None, "experts are not laid out for Baton's kernels"
+    routed: dict[str, object] = {"experts": ctypes.pointer(mlp.experts.native), "router": _matrix(mlp.router)}
+    if mlp.shared is None:
+        return routed
+    shared = {"gate_up": _matrix(mlp.shared.gate_up), "down": _matrix(mlp.shared.down)}
+    return routed | shared | {"shared_gate": _matrix(mlp.shared_gate)}

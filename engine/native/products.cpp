@@ -14,6 +14,7 @@ void linear(const bfloat16* x, const Weight& w, const bfloat16* bias, Out* out, 
   std::vector<int32_t> sums(w.rounds() ? tokens * (w.inputs / kGroup) : 0);
   std::vector<float> scales(w.rounds() ? tokens * (w.inputs / kSpan) : 0);
   const Rows rows{x, data.data(), sums.data(), scales.data()};
+  const Part part{&w, bias, 0, tokens};
   Taken taken{0};
 #pragma omp parallel if (w.inputs * w.outputs >= kWorthThreads)
   {
@@ -21,7 +22,7 @@ void linear(const bfloat16* x, const Weight& w, const bfloat16* bias, Out* out, 
 #pragma omp for schedule(static)
       for (int64_t t = 0; t < tokens; ++t) round_token(x + t * w.width, w.width, t, w.inputs, rows);
     }
-    multiply(w, bias, rows, tokens, out, taken);
+    multiply(&part, 1, rows, out, taken);
   }
 }
 

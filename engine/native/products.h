@@ -39,6 +39,11 @@ struct Weight {
   int64_t tile_bytes(int64_t count) const { return count * kColumns * (format == kBf16 ? 4 : format == kInt8 ? 2 : 1) / 2; }
 };
 
+struct Matrix {
+  Weight weight;
+  const bfloat16* bias;  // or null
+};
+
 // Tokens as a weight is multiplied with them; for kBf16 `plain` alone, else the rest.
 struct Rows {
   const bfloat16* plain;  // [T, I]
@@ -231,20 +236,33 @@ void store_tile(const Weight& w, const bfloat16* bias, int64_t tile, const Tile*
 // How many tiles of a product have been taken; whoever is late takes fewer.
 using Taken = std::atomic<int64_t>;
 
-// out [T, O] = x times the weight, plus the bias [O] if there is one; by all threads of the enclosing region, which wait for each other at the end.
+// A weight, its bias [O] or null, and the tokens that are multiplied with it.
+struct Part {
+  const Weight* weight;
+  const bfloat16* bias;
+  int64_t start, tokens;
+};
+
+// out [T, O]: the tokens of each part times its weight, plus its bias; weights are of one size and format. By all threads
+// of the enclosing region, which wait for each other at the end.
 template <typename Out>
-void multiply(const Weight& w, const bfloat16* bias, const Rows& x, int64_t tokens, Out* out, Taken& taken) {
-  const int64_t tiles = (w.outputs + kColumns - 1) / kColumns, tile_bytes = w.tile_bytes(w.inputs);
-  const int64_t at_once = kBlockBytes * kSpan / w.tile_bytes(kSpan);
-  const bool is_one_turn = tokens <= kMostRows, is_one_pass = tokens <= kTokensAtOnce;
+void multiply(const Part* parts, int64_t num_parts, const Rows& x, Out* out, Taken& taken) {
+  const Weight& any = *parts->weight;
+  const int64_t tiles = (any.outputs + kColumns - 1) / kColumns, tile_bytes = any.tile_bytes(any.inputs);
+  const int64_t at_once = kBlockBytes * kSpan / any.tile_bytes(kSpan), all = num_parts * tiles;
   bool is_near = false;
   alignas(64) Tile sums[kTokensAtOnce];
-  for (int64_t tile = taken++, following; tile < tiles; tile = following) {
+  for (int64_t unit = taken++, following; unit < all; unit = following) {
     following = taken++;
+    const Part& part = parts[unit / tiles];
+    const Weight& w = *part.weight;
+    const int64_t tile = unit % tiles, end = part.start + part.tokens;
+    const bool is_one_turn = part.tokens <= kMostRows, is_one_pass = part.tokens <= kTokensAtOnce;
     const char* of_tile = w.data + tile * tile_bytes;
-    const char* of_following = following < tiles ? w.data + following * tile_bytes : nullptr;
-    for (int64_t start = 0; start < tokens; start += kTokensAtOnce) {
-      const int64_t count = std::min(kTokensAtOnce, tokens - start);
+    const char* of_following =
+        following < all ? parts[following / tiles].weight->data + following % tiles * tile_bytes : nullptr;
+    for (int64_t start = part.start; start < end; start += kTokensAtOnce) {
+      const int64_t count = std::min(kTokensAtOnce, end - start);
       std::fill(sums[0], sums[count], 0.0f);
       for (int64_t first = 0; first < w.inputs; first += at_once) {
         const int64_t last = std::min(w.inputs, first + at_once);
@@ -254,7 +272,7 @@ void multiply(const Weight& w, const bfloat16* bias, const Rows& x, int64_t toke
         multiply_block(w, {tile, first, last, from, from}, x, start, count, is_near, next, sums);
         is_near = next && !is_one_turn;
       }
-      store_tile(w, bias, tile, sums, start, count, out);
+      store_tile(w, part.bias, tile, sums, start, count, out);
     }
   }
 #pragma omp barrier

@@ -77,13 +77,25 @@ class NativeMatrix(ctypes.Structure):
     _fields_ = (("weight", Weight), ("bias", _POINTER))
 
 
+class NativeExperts(ctypes.Structure):
+    """The experts of a layer, N of each matrix. All `gate_up` are of one size and format, and all `down`."""
+
+    _fields_ = (
+        *((name, ctypes.POINTER(NativeMatrix)) for name in ("gate_up", "down")),
+        *((name, _COUNT) for name in ("count", "per_token", "normalizes")),
+    )
+
+
 class Layer(ctypes.Structure):
-    """One decoder layer and the pages it writes."""
+    """One decoder layer and the pages it writes. With `experts` its `gate_up` and `down` are those of the expert that
+    every token takes, or nothing."""
 
     _fields_ = (
         *((name, NativeMatrix) for name in ("qkv", "out", "gate_up", "down")),
         *((name, _POINTER) for name in ("input_norm", "mlp_norm", "head_norm", "keys", "values")),
         ("window", _COUNT),
+        ("experts", ctypes.POINTER(NativeExperts)),
+        *((name, NativeMatrix) for name in ("router", "shared_gate")),
     )
 
 

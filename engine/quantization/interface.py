@@ -118,6 +118,11 @@ class TiledMatrix:
         return self._kernels.linear(x.to(torch.bfloat16), self.tiles, bias, dtype)
 
 
+def native_tiles(matrix: Matrix) -> Tiles | None:
+    """Returns what Baton's kernels for the CPU multiply with, if that is all that the matrix does."""
+    return matrix.tiles if isinstance(matrix, TiledMatrix) and matrix.order is None else None
+
+
 class TritonMatrix:
     """A weight of which a kernel in Triton makes numbers as it multiplies; loads Triton when it is made."""
 

@@ -17,6 +17,18 @@ VOCAB_SIZE = 320
 EOS_TOKEN_ID = 0
 KINDS = ("llama", "llama3-rope", "mistral", "qwen2", "qwen3")
 
+_CLASSES = {
+    "llama": "Llama",
+    "llama3-rope": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "mixtral": "Mixtral",
+    "qwen2-moe": "Qwen2Moe",
+    "qwen3-moe": "Qwen3Moe",
+}
+"""What transformers' classes begin with."""
+
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
@@ -45,6 +57,23 @@ _KIND_FIELDS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 24},
     "qwen2": {"head_dim": None, "hidden_size": 128, "tie_word_embeddings": True},
     "qwen3": {},
+    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 48},
+    "qwen2-moe": {
+        "head_dim": None,
+        "hidden_size": 128,
+        "num_experts": 5,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "decoder_sparse_step": 2,
+    },
+    "qwen3-moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
 }
 
 
@@ -85,7 +114,7 @@ def make_revision(folder: Path, target: Path, seed: int = 1) -> Path:
 def _classes(kind: str) -> tuple[Any, Any]:
     import transformers  # slow to import, so only where a checkpoint is made
 
-    name = {"llama": "Llama", "llama3-rope": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[kind]
+    name = _CLASSES[kind]
     return getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
 
 

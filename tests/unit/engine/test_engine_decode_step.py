@@ -26,10 +26,11 @@ LENGTHS = [1, 2, 15, 16, 17, 63, 64, 65, 130, 200]
 NUM_BLOCKS = 8 * len(LENGTHS) * 2
 
 
-@pytest.fixture(scope="module", params=[*KINDS, "llama with biases"])
+@pytest.fixture(scope="module", params=[*KINDS, "llama with biases", "mixtral", "qwen2-moe", "qwen3-moe"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Heads of 64 dimensions, which kernels read where they lie; qwen3's of 16, which they do not."""
-    sizes = {} if request.param == "qwen3" else {"head_dim": 64, "hidden_size": 512 if request.param == "qwen2" else 64}
+    sizes = {"head_dim": 64, "hidden_size": 512 if "qwen2" in request.param else 64}
+    sizes = {} if "qwen3" in request.param else sizes
     kind, _, has_biases = request.param.partition(" ")
     biases = {"attention_bias": True, "mlp_bias": True} if has_biases else {}
     folder = tmp_path_factory.mktemp(kind)

@@ -31,6 +31,9 @@ CHUNKS = [25, 7, 1, 1, 1, 1, 1, 1, 1, 1]
         ("mistral", {}),
         ("qwen2", {}),
         ("qwen3", {"tie_word_embeddings": True, "vocab_size": 313}),
+        ("mixtral", {}),
+        ("qwen2-moe", {}),
+        ("qwen3-moe", {}),
     ],
 )
 def test_any_number_of_ranks_computes_what_one_does(
