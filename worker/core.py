@@ -94,6 +94,8 @@ class Core:
         self._clock = clock
         self._stats = handoff_context.stats
         self._sent_stats = worker_pb2.WorkerStats()
+        self._had_requests = False
+        """By the stats that were sent last."""
         self._stats_due = 0.0
         self._report_due = 0.0
         self._is_stopping = False
@@ -219,18 +221,22 @@ class Core:
     # Reports to routers
 
     def _flush(self, is_idle: bool) -> None:
-        now = self._clock()
+        now, num_requests = self._clock(), self.reporter.num_requests
+        is_due = now >= self._stats_due
+        # While it has requests there will be another turn, so that some things may wait: stats until they are due, and
+        # which blocks were evicted until others are stored in their place.
+        is_last = is_due or not num_requests
         # Whether it has any request is told at once: who waits for a worker to be free, or busy, goes by it.
-        has_turned = bool(self.reporter.num_requests) is not bool(self._sent_stats.num_requests)
-        # Where something is left to do there will be another turn; what this one leaves unsaid is told then.
-        is_resting = is_idle and self._steps.is_idle and not self.reporter.num_requests
-        if now >= self._stats_due or is_resting or (is_idle and has_turned):
-            stats = self._measure(is_due=now >= self._stats_due)
+        has_turned = bool(num_requests) is not self._had_requests
+        if is_due or (is_idle and (has_turned or (is_last and self._steps.is_idle))):
+            stats = self._measure(is_due=is_due)
             if stats != self._sent_stats:
                 self._sent_stats.CopyFrom(stats)
+                self._had_requests = bool(num_requests)
                 self._stats_due = now + STATS_INTERVAL_S
                 self.reporter.send_all(worker_pb2.Event(stats=self._sent_stats))
-        self._cache_reporter.gather()
+        if is_last or self.blocks.has_stored:
+            self._cache_reporter.gather()
         if is_idle or self.reporter.is_pressing or now >= self._report_due:
             self._report_due = now + REPORT_INTERVAL_S
             self.reporter.flush()

@@ -56,6 +56,10 @@ class CacheChanges:
         self._evicted: dict[bytes, None] = {}
         self._has_overflowed = False
 
+    @property
+    def has_stored(self) -> bool:
+        return bool(self._stored) or self._has_overflowed
+
     def store(self, block_hashes: Iterable[bytes]) -> None:
         self._note(block_hashes, self._stored, self._evicted)
 
@@ -252,6 +256,11 @@ class BlockManager:
     def watch_cache(self, is_watched: bool, most_changes: int = MAX_CHANGES) -> None:
         """Starts or stops recording changes for `take_cache_events`."""
         self._changes = CacheChanges(most_changes) if is_watched else None
+
+    @property
+    def has_stored(self) -> bool:
+        """Whether `take_cache_events` would have more to say than which blocks were evicted."""
+        return self._changes is not None and self._changes.has_stored
 
     def take_cache_events(self) -> CacheEvents | None:
         """The changes of `cached_hashes` since the last call, or since the watch began; None without any.

@@ -126,10 +126,12 @@ class Holders:
 
     def add(self, bit: int, hashes: Iterable[bytes]) -> None:
         self.version += 1
-        tables, last, mask = self._tables, -1, 0
+        tables, alone, last, mask = self._tables, self._shared(bit), -1, 0
         for block_hash in hashes:
             table = tables[block_hash[0]]
-            held = table.get(block_hash, 0)
+            held = table.setdefault(block_hash, alone)  # most blocks are held by one worker
+            if held is alone:
+                continue
             if held is not last:  # neighbours are mostly held by the same workers
                 last, mask = held, self._shared(held | bit)
             table[block_hash] = mask
@@ -139,13 +141,11 @@ class Holders:
         tables, last, mask = self._tables, -1, 0
         for block_hash in hashes:
             table = tables[block_hash[0]]
-            held = table.get(block_hash, 0)
+            held = table.pop(block_hash, 0)
             if held is not last:
                 last, mask = held, self._shared(held & ~bit)
             if mask:
                 table[block_hash] = mask
-            else:
-                table.pop(block_hash, None)
 
     def _of(self, block_hash: bytes) -> int:
         """The bits of the workers that hold a block."""
@@ -256,15 +256,14 @@ class PrefixIndex:
             self._last_number = None
             return False
         self._last_number = events.sequence_number
-        hashes = self._hashes
-        gone = dict.fromkeys(h for h in events.evicted if h in hashes)
-        for block_hash in gone:
-            del hashes[block_hash]
-        self.holders.remove(self.bit, gone)
-        unknown = dict.fromkeys(h for h in events.stored if h not in hashes)
-        new = list(islice(unknown, max(0, self._num_blocks - len(hashes))))
-        hashes.update(dict.fromkeys(new))
-        self.holders.add(self.bit, new)
+        hashes, bit = self._hashes, self.bit
+        if events.evicted:
+            self.holders.remove(bit, [h for h in events.evicted if hashes.pop(h, bit) is None])
+        if events.stored:
+            unknown = dict.fromkeys([h for h in events.stored if h not in hashes])
+            new = list(islice(unknown, max(0, self._num_blocks - len(hashes))))
+            hashes.update(dict.fromkeys(new))
+            self.holders.add(bit, new)
         return True
 
     def close(self) -> None:

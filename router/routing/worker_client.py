@@ -317,9 +317,11 @@ class WorkerClient:
             self.prefix_index = None
 
     def _on_stats(self, stats: worker_pb2.WorkerStats) -> None:
-        self.stats = stats
+        last, self.stats = self.stats, stats
         if self._crash_reader is not None:
             self._crash_reader.lives()
+        if last is not None and last.step_cost == stats.step_cost:
+            return
         step_cost = StepCost.from_proto(stats.step_cost) if stats.HasField("step_cost") else None
         if step_cost != self.step_cost:
             self.step_cost = step_cost
