@@ -246,14 +246,14 @@ async def _send(server: ServerOptions, load: LoadOptions, shapes: list[RequestSh
     warm = make_requests(first, load.vocab, load.seed + 1, as_text)
     requests = make_requests(shapes, load.vocab, load.seed, as_text)
     async with server.open() as (model, target):
-        with _progress(len(shapes)) as on_end:
+        with progress_bar(len(shapes)) as on_end:
             await send_all(warm, target.send, most_at_once=most, on_end=lambda _: None)
             return model, await send_all(requests, target.send, most_at_once=most, on_end=on_end)
 
 
 @contextlib.contextmanager
-def _progress(num: int) -> Iterator[Callable[[Sample], None]]:
-    """A bar on stderr, where that is a terminal."""
+def progress_bar(num: int) -> Iterator[Callable[[object], None]]:
+    """A bar on stderr of `num` requests, where that is a terminal; yields what is called with each that has ended."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 

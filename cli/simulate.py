@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.bench import RequestOptions
+from cli.bench import RequestOptions, progress_bar
 from cli.common import AsJson, outcome
 from cli.plan import PlannedDevice
 from cluster.errors import ConfigError
@@ -135,7 +135,8 @@ def simulate(
         profile = device.measured()
         message_s = None if profile is None else profile.message_s
         question = PredictionQuestion(worker, *roles, slo, options.bare, message_s, fidelity, mode, options.cores)
-        report = predicted_report(question, shapes, load.seed)
+        with progress_bar(len(shapes)) as on_end:
+            report = predicted_report(question, shapes, load.seed, on_end)
         if as_json:
             print(json.dumps({"curve": _document(curve), **report.as_dict()}))
             return

@@ -215,7 +215,6 @@ class WatchedOutcome(RequestObserver):
         self._clock = clock
         self._begun_at = begun_at
         self._on_end = on_end
-        self.ended: asyncio.Future[RequestOutcome] = asyncio.get_running_loop().create_future()
 
     def on_first_token(self, seconds: float, num_prompt_tokens: int) -> None:
         self._outcome.first_token_s = self._clock() - self._begun_at
@@ -227,19 +226,19 @@ class WatchedOutcome(RequestObserver):
             outcome.last_token_s = sequence.last_token_at - self._begun_at
         _note_end(outcome, live, self._begun_at, self._clock() - self._begun_at)
         self._on_end(outcome)
-        self.ended.set_result(outcome)
 
 
 def watch_client(
     dispatcher: Dispatcher, number: int, request: SimRequest, begun_at: float, on_end: OnEnd
-) -> asyncio.Future[RequestOutcome]:
-    """Submits a request whose tokens have no content; calls `on_end` at its end."""
+) -> RequestOutcome:
+    """Submits a request whose tokens have no content, and calls `on_end` at its end; the outcome is filled by then."""
     clock, outcome = dispatcher.clock, RequestOutcome(number, request)
+    outcome.told.clear()
     watched = WatchedOutcome(outcome, clock, begun_at, on_end)
     live = _live(number, request, request.shape.outline(number), clock(), is_streaming=False)
     live.observers.append(watched)
     _submit(dispatcher, live, request)
-    return watched.ended
+    return outcome
 
 
 def _submit(dispatcher: Dispatcher, live: LiveRequest, request: SimRequest) -> None:

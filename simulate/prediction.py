@@ -8,12 +8,13 @@ order, up to the tokens of a step; the youngest is preempted when KV runs out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from cluster.config.choices import RebalanceMode
 from cluster.config.schema import RouterSection, SloSection
 from cluster.errors import ConfigError
+from simulate.client import RequestOutcome
 from simulate.controller import ControllerSpec
 from simulate.report import RunReport
 from simulate.worker import WorkerSpec
@@ -68,8 +69,13 @@ class PredictionQuestion:
         )
 
 
-def predicted_report(question: PredictionQuestion, shapes: Sequence[RequestShape], seed: int = 0) -> RunReport:
-    """Raises ConfigError for a request that no worker has room for."""
+def predicted_report(
+    question: PredictionQuestion,
+    shapes: Sequence[RequestShape],
+    seed: int = 0,
+    on_end: Callable[[RequestOutcome], None] = lambda outcome: None,
+) -> RunReport:
+    """Calls `on_end` with each request that has ended. Raises ConfigError for a request that no worker has room for."""
     worker = question.worker
     for number, shape in enumerate(shapes, 1):
         size = shape.num_prompt_tokens + shape.num_output_tokens
@@ -78,4 +84,4 @@ def predicted_report(question: PredictionQuestion, shapes: Sequence[RequestShape
                 f"request {number} has {size} tokens, and a worker holds {worker.kv_tokens} of requests up to "
                 f"{worker.max_model_len}; give more KV tokens, or cut the requests"
             )
-    return RunReport.of(Cluster(question.cluster, seed).run(shapes), question.slo)
+    return RunReport.of(Cluster(question.cluster, seed).run(shapes, on_end=on_end), question.slo)

@@ -159,7 +159,10 @@ class VirtualLoop(AbstractEventLoop):
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
     ) -> ScheduledCall:
-        return self.call_at(self._now + delay, callback, *args, context=context)
+        when = self._now + delay  # as `call_at`, which is called as often as this
+        call = ScheduledCall(callback, args, context, when)
+        heappush(self._timers, (when, next(self._order), call))
+        return call
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None

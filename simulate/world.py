@@ -14,7 +14,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
@@ -163,6 +163,11 @@ class Cluster:
         self.store = SimulatedStore(self.loop)
         self.routers: dict[str, SimulatedRouter] = {}
         self._dispatcher: Dispatcher
+        self._on_end: Callable[[RequestOutcome], None]
+        self._num_left: int
+        """Requests that have not ended."""
+        self._has_ended: asyncio.Event
+        """Set once all have."""
         self._names = itertools.count(1)
         self._trace: list[str] | None = [] if keeps_trace else None
         self._num_lives = itertools.count(1)
@@ -171,9 +176,15 @@ class Cluster:
         """Faults that took effect."""
         self.controller: SimulatedController | None = None
 
-    def run(self, requests: Iterable[RequestShape | SimRequest], limit_s: float = float("inf")) -> RunResult:
-        """Raises Stuck when a request has not ended at `limit_s` of virtual time, AssertionError for whatever went
-        wrong."""
+    def run(
+        self,
+        requests: Iterable[RequestShape | SimRequest],
+        limit_s: float = float("inf"),
+        on_end: Callable[[RequestOutcome], None] = lambda outcome: None,
+    ) -> RunResult:
+        """Calls `on_end` with each request that has ended. Raises Stuck when one has not at `limit_s` of virtual time,
+        AssertionError for whatever went wrong."""
+        self._on_end = on_end
         begun = time.perf_counter()
         load = [each if isinstance(each, SimRequest) else SimRequest(each) for each in requests]
         load.sort(key=lambda request: request.at_s)
@@ -240,6 +251,9 @@ class Cluster:
         await asyncio.sleep(START_S - self.loop.time())
         for fault in self._faults.events:
             self.loop.call_later(fault.at_s, fault.strike, self)
+        self._num_left, self._has_ended = len(requests), asyncio.Event()
+        if not requests:
+            self._has_ended.set()
         outcomes = await self._bring(requests)
         duration_s = self.loop.time() - START_S
         until_s = self._faults.until_s
@@ -323,6 +337,7 @@ class Cluster:
     async def _bring(self, requests: list[SimRequest]) -> list[RequestOutcome]:
         """Each request in its time; returns when all have ended."""
         clients: list[asyncio.Future[RequestOutcome]] = []
+        watched: list[RequestOutcome] = []
         way_s = 0.0 if self.cores is not None else self.spec.client_s
         begun_at = START_S - way_s  # what is noted of a client is what it sees, as long after
         for number, request in enumerate(requests):
@@ -330,9 +345,12 @@ class Cluster:
             if left_s > 0:
                 await asyncio.sleep(left_s)
             if self.is_fast:
-                clients.append(watch_client(self._dispatcher, number, request, begun_at, self._note_end))
+                watched.append(watch_client(self._dispatcher, number, request, begun_at, self._note_end))
             else:
                 clients.append(asyncio.create_task(self._client(number, request, begun_at)))
+        if self.is_fast:
+            await self._has_ended.wait()
+            return watched
         return list(await asyncio.gather(*clients))
 
     async def _client(self, number: int, request: SimRequest, begun_at: float) -> RequestOutcome:
@@ -345,10 +363,15 @@ class Cluster:
         return outcome
 
     def _note_end(self, outcome: RequestOutcome) -> None:
-        self.note(
-            f"request {outcome.number} {outcome.state.value} {outcome.reason} tokens {outcome.num_tokens} first "
-            f"{outcome.first_token_s} last {outcome.last_token_s} on {outcome.prefill_id} {outcome.decode_id}"
-        )
+        if self.keeps_trace:
+            self.note(
+                f"request {outcome.number} {outcome.state.value} {outcome.reason} tokens {outcome.num_tokens} first "
+                f"{outcome.first_token_s} last {outcome.last_token_s} on {outcome.prefill_id} {outcome.decode_id}"
+            )
+        self._on_end(outcome)
+        self._num_left -= 1
+        if not self._num_left:
+            self._has_ended.set()
 
     # Judgement
 
