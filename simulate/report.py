@@ -13,9 +13,42 @@ import numpy as np
 from cluster.config.schema import SloSection
 from router.routing.policies.interface import Objectives
 from simulate.client import RequestOutcome
-from simulate.world import RunResult
+from simulate.controller import SplitSince
 
 PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True)
+class WorkerUse:
+    """What one worker did in a run."""
+
+    worker_id: str
+    role: str
+    num_steps: int
+    busy_s: float
+    """In steps."""
+    num_preemptions: int
+    kv_bytes_sent: int
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A run, from its begin to the end of its last request."""
+
+    outcomes: tuple[RequestOutcome, ...]
+    workers: tuple[WorkerUse, ...]
+    duration_s: float
+    """Virtual seconds."""
+    wall_s: float
+    """Real seconds that the run took."""
+    num_calls: int
+    """Calls of the event loop."""
+    trace: tuple[str, ...]
+    """Everything that was noted, in order; empty unless it was asked for."""
+    num_faults: Mapping[str, int] = field(default_factory=dict)
+    """Faults that took effect, by name."""
+    splits: tuple[SplitSince, ...] = ()
+    """How it was split at first, and after each change, where there is a controller."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
@@ -29,11 +29,12 @@ from router.routing.load_tracker import NOTHING, RequestLoad
 from router.routing.worker_client import WorkerClient
 from simulate.api_client import ApiClient
 from simulate.client import RequestOutcome, SimRequest, run_client, watch_client
-from simulate.controller import ControllerSpec, SimulatedController, SplitSince, config_of, serve_control
+from simulate.controller import ControllerSpec, SimulatedController, config_of, serve_control
 from simulate.faults import FaultPlan
 from simulate.links import DirectClient, beat
 from simulate.network import Host, Network
 from simulate.ranks import SimulatedPair
+from simulate.report import RunResult, WorkerUse
 from simulate.router import SimulatedRouter, SimulatedStore
 from simulate.virtual_loop import VirtualLoop
 from simulate.watched_router import WatchedDispatcher
@@ -85,39 +86,6 @@ class ClusterSpec:
         roles = [("prefill", i) for i in range(prefill)] + [("decode", i) for i in range(decode)]
         workers = tuple(replace(like, worker_id=f"{role}-{i}", role=role) for role, i in roles)
         return cls(workers, **values)  # type: ignore[arg-type]  # checked where it is called
-
-
-@dataclass(frozen=True)
-class WorkerUse:
-    """What one worker did in a run."""
-
-    worker_id: str
-    role: str
-    num_steps: int
-    busy_s: float
-    """In steps."""
-    num_preemptions: int
-    kv_bytes_sent: int
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """A run, from its begin to the end of its last request."""
-
-    outcomes: tuple[RequestOutcome, ...]
-    workers: tuple[WorkerUse, ...]
-    duration_s: float
-    """Virtual seconds."""
-    wall_s: float
-    """Real seconds that the run took."""
-    num_calls: int
-    """Calls of the event loop."""
-    trace: tuple[str, ...]
-    """Everything that was noted, in order; empty unless it was asked for."""
-    num_faults: Mapping[str, int] = field(default_factory=dict)
-    """Faults that took effect, by name."""
-    splits: tuple[SplitSince, ...] = ()
-    """How it was split at first, and after each change, where there is a controller."""
 
 
 class _ErrorLog(logging.Handler):
