@@ -40,6 +40,8 @@ _ROUNDS = 4
 _FAR = 50.0
 _LEAST_SHARE = 0.02
 """Share of its time that a decode worker has for prompts at least (`router.routing.policies.predicted`)."""
+_LEAST_ADDED = 0.01
+"""Share of a step alone that a prompt adds to a step with sequences at least."""
 _LEAST_WAIT = 2.0
 """Where the mean prompt takes longer than the objective, so many times its length is the objective."""
 
@@ -78,7 +80,7 @@ class TypicalRequest:
     prompt_s: float
     """Seconds that a prefill worker computes its prompt."""
     local_prompt_s: float
-    """Seconds that a decode worker computes its prompt."""
+    """Seconds that its prompt adds to the steps of a decode worker, which are made for the sequences in any case."""
     num_sequences: float
     num_output_tokens: float
     """Output tokens of one sequence."""
@@ -194,13 +196,14 @@ class SplitService:
         local = self.stretch / max(_LEAST_SHARE, left)
         queue = _PromptQueue(num_prefill, rate, self.prompt_s, self.spread)
         stay, kept = 1.0, 0.0
+        stay_there = 0.0 if num_prefill else 1.0  # where each computes both, there is no other queue to wait in
         for _ in range(_ROUNDS):
             late = [queue.longer_than(self.ttft_s - prompt_s, stay) for prompt_s in fitting]
             num_late = sum(late)
             asked = rate * num_late / len(self.prompts_s)
             there = _PromptQueue(num_decode if left > 0 else 0, asked, local * self.prompt_s, self.spread)
             saved = [
-                share * (1 - there.longer_than(self.ttft_s - local * prompt_s, 0.0))
+                share * (1 - there.longer_than(self.ttft_s - local * prompt_s, stay_there))
                 for share, prompt_s in zip(late, fitting, strict=True)
             ]
             kept = len(fitting) - num_late + sum(saved)
@@ -250,14 +253,14 @@ def usual_request(demand: Demand, costs: RoleCosts) -> TypicalRequest | None:
         return None
     num = demand.num_placed
     prompt = StepSize(max(1, round(demand.num_prompt_tokens / num)), max(1, round(demand.num_attended / num)))
-    prompt_s, local_prompt_s = costs.prefill.of(prompt), costs.decode.of(prompt)
+    prompt_s, alone_s = costs.prefill.of(prompt), costs.decode.of(prompt)
     num_kv_tokens = demand.num_kv_tokens / demand.num_sequences
-    if min(prompt_s, local_prompt_s, costs.decode.of_sequences(1, round(num_kv_tokens))) <= 0:
+    if min(prompt_s, alone_s, costs.decode.of_sequences(1, round(num_kv_tokens))) <= 0:
         return None
     varies = 1 - costs.prefill.fixed_s / prompt_s
     return TypicalRequest(
         prompt_s=prompt_s,
-        local_prompt_s=local_prompt_s,
+        local_prompt_s=max(_LEAST_ADDED * alone_s, alone_s - costs.decode.fixed_s),
         num_sequences=demand.num_sequences / num,
         num_output_tokens=max(1.0, demand.num_output_tokens / demand.num_sequences),
         num_kv_tokens=num_kv_tokens,

@@ -65,6 +65,20 @@ def test_decode_workers_that_have_time_left_compute_prompts_too() -> None:
     assert alone.of(0, 4) == pytest.approx(0, abs=0.05) and helped.of(0, 4) > 0
 
 
+def test_where_each_computes_both_more_prompts_than_they_compute_wait_for_good() -> None:
+    both = service_of(usual_of(0.2, 2, 0.2), WORKER, SLO)
+    most = 4 * both.idle_share / 0.2
+    assert both.of(0, 4) < most
+    assert both.kept(0, 4, 1.05 * most) < 0.05, "nobody leaves the only queue that there is"
+
+
+def test_a_prompt_beside_sequences_takes_what_it_adds_to_their_steps() -> None:
+    cost = StepCost(0.02, 1e-4, 0.0, 1e-4, 1e-7)
+    usual = usual_request(PROMPTS, RoleCosts(cost, cost))
+    assert usual is not None
+    assert usual.local_prompt_s == pytest.approx(usual.prompt_s - cost.fixed_s)
+
+
 def test_their_outputs_leave_them_less_of_it() -> None:
     short, long = (service_of(usual_of(0.1, num_tokens, 0.1), WORKER, SLO) for num_tokens in (10, 100))
     assert long.of(1, 4) < short.of(1, 4)
