@@ -13,7 +13,7 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -32,11 +32,14 @@ _LOAD = attrgetter("num_promised")
 _DUE_AT = attrgetter("due_at")
 
 
-@dataclass
+@dataclass(slots=True)
 class PooledRequest:
     """What became of one request; times count from the begin of the run."""
 
     shape: RequestShape
+    num_output: int
+    kv_tokens: int
+    """At its end."""
     prompt_left_s: float = 0.0
     """Seconds that its prompt still takes a worker that does nothing else."""
     machine: _Machine | None = field(default=None, compare=False)
@@ -44,14 +47,10 @@ class PooledRequest:
     first_token_s: float = _NEVER
     last_token_s: float = _NEVER
 
-    @property
-    def num_output(self) -> int:
-        return max(1, self.shape.num_output_tokens)
-
-    @property
-    def kv_tokens(self) -> int:
-        """At its end."""
-        return self.shape.num_prompt_tokens + self.num_output
+    @classmethod
+    def of(cls, shape: RequestShape) -> PooledRequest:
+        num_output = max(1, shape.num_output_tokens)
+        return cls(shape, num_output, shape.num_prompt_tokens + num_output)
 
 
 class _Machine:
@@ -82,46 +81,48 @@ class _Machine:
         """Sequences that it has or is to have."""
         self._held = 0
 
-    @property
-    def step_s(self) -> float:
-        """Of its sequences alone."""
-        cost, num = self._cost, len(self.sequences)
-        return cost.fixed_s + cost.sequence_s * num + cost.kv_token_s * self.num_kv_tokens
-
-    @property
-    def prompt_share(self) -> float:
-        """Share of its time that prompts get."""
-        return max(_LEAST_SHARE, 1 - self.step_s / self._pace_s) if self.sequences else 1.0
-
-    def _tokens_per_s(self) -> float:
-        return 1 / (max(self.step_s, self._pace_s) if self.prompts else self.step_s) if self.sequences else 0.0
+    def rates(self) -> tuple[float, float]:
+        """The share of its time that prompts get, or would, and the steps that it makes in a second."""
+        num = len(self.sequences)
+        if not num:
+            return 1.0, 0.0
+        cost, pace_s = self._cost, self._pace_s
+        step_s = cost.fixed_s + cost.sequence_s * num + cost.kv_token_s * self.num_kv_tokens
+        share = 1 - step_s / pace_s
+        slowest_s = pace_s if self.prompts and step_s < pace_s else step_s
+        return (share if share > _LEAST_SHARE else _LEAST_SHARE), 1 / slowest_s
 
     def advance(self, now: float) -> None:
         passed_s = now - self.at
-        self.at = now
         if passed_s <= 0:
             return
+        self.at = now
+        prompt_share, steps_per_s = self.rates()
         if self.prompts:
-            done_s = min(passed_s * self.prompt_share, self.prompts[0].prompt_left_s)
-            self.prompts[0].prompt_left_s -= done_s
+            first = self.prompts[0]
+            done_s = min(passed_s * prompt_share, first.prompt_left_s)
+            first.prompt_left_s -= done_s
             self.prompts_s -= done_s
-        new_tokens = passed_s * self._tokens_per_s()
+        new_tokens = passed_s * steps_per_s
         self.num_tokens += new_tokens
         self.num_kv_tokens += new_tokens * len(self.sequences)
 
-    def next_at(self) -> float:
-        """When a prompt or a sequence of it ends."""
-        first = self.at + self.prompts[0].prompt_left_s / self.prompt_share if self.prompts else _NEVER
-        if not self.sequences:
-            return first
-        return min(first, self.at + max(0.0, self.sequences[0][0] - self.num_tokens) / self._tokens_per_s())
+    def look_ahead(self) -> float:
+        """When a prompt or a sequence of it ends; also notes when all its prompts should be over."""
+        prompt_share, steps_per_s = self.rates()
+        ends_at = _NEVER
+        self.due_at = self.at
+        if self.prompts:
+            ends_at = self.at + self.prompts[0].prompt_left_s / prompt_share
+            self.due_at = self.at + self.prompts_s / prompt_share
+        if self.sequences:
+            tokens_left = self.sequences[0][0] - self.num_tokens
+            ends_at = min(ends_at, self.at + tokens_left / steps_per_s if tokens_left > 0 else self.at)
+        return ends_at
 
     def add_prompt(self, request: PooledRequest) -> None:
         self.prompts.append(request)
         self.prompts_s += request.prompt_left_s
-
-    def promise(self, request: PooledRequest, sign: int = 1) -> None:
-        self.num_promised += sign
 
     def add_sequence(self, number: int, tokens_left: float, request: PooledRequest) -> None:
         self.waiting.append((number, tokens_left, request))
@@ -150,6 +151,35 @@ class _Machine:
         return number, left, request
 
 
+class _Least:
+    """Finds the machine with the smallest `key` of many, the one with the lowest index of equals.
+
+    A heap of keys as they were: those that have changed since are dropped when they come to the top.
+    """
+
+    def __init__(self, machines: Sequence[_Machine], key: Callable[[_Machine], float]) -> None:
+        self._machines, self._key = machines, key
+        self._most = 8 * len(machines) + 64
+        self._rebuild()
+
+    def _rebuild(self) -> None:
+        self._heap = [(self._key(machine), machine.index, machine) for machine in self._machines]
+        heapq.heapify(self._heap)
+
+    def changed(self, machine: _Machine) -> None:
+        """Its key is another one."""
+        if len(self._heap) >= self._most:
+            self._rebuild()
+        else:
+            heapq.heappush(self._heap, (self._key(machine), machine.index, machine))
+
+    def find(self) -> _Machine:
+        heap, key = self._heap, self._key
+        while heap[0][0] != key(heap[0][2]):
+            heapq.heappop(heap)
+        return heap[0][2]
+
+
 class TurningPools:
     """Runs once. All workers are like `worker`, whose curve is `cost`."""
 
@@ -174,6 +204,8 @@ class TurningPools:
             _Machine(index, cost, worker, pace_s, prefills=index < num_prefill) for index in range(num_workers)
         ]
         self._sort_by_role()
+        self._counts = config.rebalance.mode == "auto"
+        """Somebody asks for the demand."""
         self._lengths = OutputLengths()
         self._window = DemandWindow(self._lengths)
         self._events: list[tuple[float, int, int, int]] = []
@@ -187,7 +219,7 @@ class TurningPools:
 
     def run(self, shapes: Sequence[RequestShape]) -> list[PooledRequest]:
         """All requests of a load, in its order."""
-        requests = [PooledRequest(shape) for shape in shapes]
+        requests = [PooledRequest.of(shape) for shape in shapes]
         looks_at = _LOOK_EVERY_S
         for number, request in enumerate(requests):
             while looks_at <= request.shape.at:
@@ -212,8 +244,9 @@ class TurningPools:
     def _touch(self, machine: _Machine) -> None:
         """Its next event is another one."""
         machine.version += 1
-        machine.due_at = machine.at + machine.prompts_s / machine.prompt_share if machine.prompts else machine.at
-        at = machine.next_at()
+        at = machine.look_ahead()
+        if machine.prefills:
+            self._earliest.changed(machine)
         if at < _NEVER:
             heapq.heappush(self._events, (at, next(self._order), machine.index, machine.version))
 
@@ -231,23 +264,30 @@ class TurningPools:
 
     def _place(self, number: int, request: PooledRequest) -> None:
         now, shape, cost = self._now, request.shape, self._cost
-        self._window.add_arrival(now)
-        self._window.add_placement(now, shape.num_prompt_tokens, 0, 1, self._token_limit or request.num_output)
+        if self._counts:
+            self._window.add_arrival(now)
+            self._window.add_placement(now, shape.num_prompt_tokens, 0, 1, self._token_limit or request.num_output)
         num_steps = max(1.0, shape.num_prompt_tokens / self._worker.max_num_batched_tokens)
         own_s = cost.of_prompt(shape.num_prompt_tokens, 0) + (num_steps - 1) * cost.fixed_s
         request.prompt_left_s = own_s
-        decode = self._least_loaded()
-        prefill = min(self._of_role[True], key=_DUE_AT, default=decode)
+        decode = self._least_loaded.find()
+        prefill = self._earliest.find() if self._of_role[True] else decode
         if self._is_better_there(decode, prefill, own_s):
             prefill = decode
-        request.machine = decode
-        decode.promise(request)
+            request.prompt_left_s -= num_steps * cost.fixed_s  # which its sequences' steps take in any case
+        self._promise(request, decode)
         prefill.advance(now)
         prefill.add_prompt(request)
         self._touch(prefill)
 
-    def _least_loaded(self) -> _Machine:
-        return min(self._of_role[False], key=_LOAD)
+    def _promise(self, request: PooledRequest, machine: _Machine | None) -> None:
+        """It decodes there, and no longer where it was to; None: it has ended."""
+        for each, step in ((request.machine, -1), (machine, 1)):
+            if each is not None:
+                each.num_promised += step
+                if not each.prefills:
+                    self._least_loaded.changed(each)
+        request.machine = machine
 
     def _is_better_there(self, there: _Machine, other: _Machine, own_s: float) -> bool:
         """Whether a decode worker should compute the prompt itself."""
@@ -256,8 +296,8 @@ class TurningPools:
         slo = self._slo
         there.advance(self._now)
         other.advance(self._now)
-        first_s = (there.prompts_s + own_s) / there.prompt_share
-        handed_s = other.prompts_s / other.prompt_share + own_s
+        first_s = (there.prompts_s + own_s) / there.rates()[0]
+        handed_s = other.prompts_s / other.rates()[0] + own_s
         if not (other.prompts or first_s <= slo.tpot_s):
             return False
         delay_s = (len(there.sequences) + len(there.prompts)) * (own_s - self._cost.fixed_s)
@@ -275,20 +315,19 @@ class TurningPools:
         machine = request.machine
         assert machine is not None, "it was placed"
         if machine.prefills:
-            machine.promise(request, -1)
-            machine = request.machine = self._least_loaded()
-            machine.promise(request)
+            machine = self._least_loaded.find()
+            self._promise(request, machine)
         machine.advance(self._now)
         machine.add_sequence(next(self._order), tokens_left, request)
         if machine is not touched:
             self._touch(machine)
 
     def _on_end(self, request: PooledRequest) -> None:
-        assert request.machine is not None, "it was placed"
-        request.machine.promise(request, -1)
+        self._promise(request, None)
         request.last_token_s = self._now
-        self._lengths.add(request.num_output, self._token_limit or request.num_output)
-        self._window.add_end(self._now, is_kept=self.is_kept(request))
+        if self._counts:
+            self._lengths.add(request.num_output, self._token_limit or request.num_output)
+            self._window.add_end(self._now, is_kept=self.is_kept(request))
 
     def is_kept(self, request: PooledRequest) -> bool:
         """Whether it was in time."""
@@ -340,3 +379,5 @@ class TurningPools:
             prefills: [machine for machine in self._machines if machine.prefills is prefills]
             for prefills in (True, False)
         }
+        self._least_loaded = _Least(self._of_role[False], _LOAD)
+        self._earliest = _Least(self._of_role[True], _DUE_AT)
