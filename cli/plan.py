@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -52,7 +52,9 @@ class PlannedDevice:
     ] = None
     reserve_gb: Annotated[
         float | None,
-        typer.Option(min=0, help="GB of each device beside weights and KV; default: activations and 1 GiB or more."),
+        typer.Option(
+            min=0, max=1e6, help="GB of each device beside weights and KV; default: activations and 1 GiB or more."
+        ),
     ] = None
 
     def question(self, shape: ModelShape, usual_context: int) -> MemoryQuestion:
@@ -92,7 +94,9 @@ class PlannedDevice:
 class PlannedLoad:
     """Options that say what comes: a rate and lengths, or a trace."""
 
-    rate: Annotated[float | None, typer.Option(min=1e-3, help="Requests a second; default: the trace's, or 1.")] = None
+    rate: Annotated[
+        float | None, typer.Option(min=1e-3, max=1e6, help="Requests a second; default: the trace's, or 1.")
+    ] = None
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of the mean prompt.")] = 1024
     prompt_p90: Annotated[
         int | None, typer.Option(min=1, help="Tokens that 90 % of the prompts have at most; default: all are alike.")
@@ -106,10 +110,15 @@ class PlannedLoad:
     ] = None
 
     def shapes(self, most_tokens: int) -> list[RequestShape]:
-        """The trace, or requests at time 0; those of more than `most_tokens` are cut. Raises ConfigError, for a trace
-        with its row."""
+        """The trace, or requests at time 0; those of more than `most_tokens` are cut, where lengths vary. Raises
+        ConfigError, for a trace with its row."""
         from simulate import workload
 
+        if self.trace is None and self.prompt + self.output > most_tokens:
+            raise ConfigError(
+                f"--prompt, --output: {self.prompt:,} and {self.output:,} tokens are more together than the model's "
+                f"{most_tokens:,}"
+            )
         if self.trace is not None:
             shapes = workload.read_trace(self.trace)
         elif self.prompt_p90 is None and self.output_p90 is None:
@@ -127,10 +136,14 @@ class PlannedLoad:
         return workload.scaled(shapes, most_tokens=most_tokens)
 
     def offered(self, shapes: Sequence[RequestShape]) -> OfferedLoad:
-        """All of them at the rate that is asked for, or at the trace's."""
+        """All of them at the rate that is asked for, or at the trace's. Raises ConfigError where that has none."""
         from simulate.estimates import OfferedLoad
 
-        rate = self.rate or (1.0 if self.trace is None else (len(shapes) - 1) / max(shapes[-1].at, 1e-9) or 1.0)
+        rate = self.rate or 1.0
+        if self.trace is not None and self.rate is None:
+            if not shapes[-1].at:
+                raise ConfigError(f"{self.trace}: all of its requests come at once; say how many a second with --rate")
+            rate = (len(shapes) - 1) / shapes[-1].at
         return OfferedLoad(rate, tuple((shape.num_prompt_tokens, shape.num_output_tokens) for shape in shapes))
 
     def windows(self, shapes: Sequence[RequestShape]) -> tuple[list[LoadWindow], str]:
@@ -154,12 +167,16 @@ class PlannedLoad:
 class PlannedGoal:
     """Options that say what is asked of a plan."""
 
-    ttft_ms: Annotated[float, typer.Option(min=0.1, help="Limit of the time to the first token.")] = 500.0
-    tpot_ms: Annotated[float, typer.Option(min=0.1, help="Limit of the time per token after it.")] = 50.0
+    ttft_ms: Annotated[float, typer.Option(min=0.1, max=1e9, help="Limit of the time to the first token.")] = 500.0
+    tpot_ms: Annotated[float, typer.Option(min=0.1, max=1e9, help="Limit of the time per token after it.")] = 50.0
     share: Annotated[float, typer.Option(min=0.5, max=0.99, help="Share of the requests within each limit.")] = 0.9
     devices: Annotated[int | None, typer.Option(min=1, help="Most devices there may be.")] = None
+    max_num_seqs: Annotated[
+        int, typer.Option(min=1, max=65_536, help="Most sequences that a worker may decode at a time.")
+    ] = 256
     price: Annotated[
-        float | None, typer.Option(min=0, help="Dollars for an hour of one device; default: the table's example.")
+        float | None,
+        typer.Option(min=0, max=1e6, help="Dollars for an hour of one device; default: the table's example."),
     ] = None
     what_if: Annotated[
         str | None, typer.Option(metavar="P:D", help="Compare with so many workers of each role; 0:D: colocated.")
@@ -237,7 +254,7 @@ def _asked(shape: ModelShape, options: PlannedDevice, offered: OfferedLoad, goal
     from simulate.placement import LatencyGoal
     from simulate.planner import PlanQuestion
 
-    memory = options.question(shape, offered.longest(_LONGEST_SHARE))
+    memory = replace(options.question(shape, offered.longest(_LONGEST_SHARE)), max_num_seqs=goal.max_num_seqs)
     return PlanQuestion(
         memory,
         offered,

@@ -38,7 +38,7 @@ def page_of(findings: PlanFindings, windows: Sequence[LoadWindow], day: str, con
     load, asked = findings.asked
     values: dict[str, Any] = {
         "title": f"{question.memory.shape.name} on {question.memory.device.name}",
-        "verdict": findings.choice.verdict,
+        "verdict": f"{findings.choice.verdict} {findings.batch_note}".rstrip(),
         "load": load,
         "asked": asked,
         "advice": _advice(findings),

@@ -58,6 +58,21 @@ class PlanFindings:
         return rows + (_simulated(self.reports) if self.reports else [])
 
     @property
+    def batch_note(self) -> str:
+        """Says where a larger batch would fit; empty: nowhere, or the worker was measured."""
+        question = self.planner.question
+        if question.profile is not None:
+            return ""
+        most, tpot_s = question.memory.max_num_seqs, question.goal.tpot_s
+        larger = [p for p in self.choice.plans.values() if p.decode.option.takes_batch(2 * most, question.load, tpot_s)]
+        if not larger:
+            return ""
+        return (
+            f"A worker decodes {most} sequences at a time at most, though {2 * most} would fit into its memory and "
+            f"{1000 * tpot_s:g} ms per token: --max-num-seqs {2 * most} plans for them."
+        )
+
+    @property
     def sensitivity(self) -> list[tuple[str, LatencyEstimate]]:
         """What becomes of the best plan under other loads, by their names."""
         loads = other_loads(self.planner.question.load)
@@ -80,6 +95,7 @@ def render(findings: PlanFindings) -> str:
             *[row.rstrip() for row in rows],
             "",
             findings.choice.verdict,
+            *filter(None, [findings.batch_note]),
             "",
             f"{f'{findings.best_name} under':<{_NAMES}}{'TTFT p90':>14}{'TPOT p90':>14}{'both in time':>14}",
             *others,
@@ -180,6 +196,7 @@ def document_of(findings: PlanFindings) -> dict[str, Any]:
         "share": goal.share,
         "disaggregate": choice.best.prefill is not None,
         "verdict": choice.verdict,
+        "batch_note": findings.batch_note,
         "simulated": {name: _run_document(report) for name, report in reports.items()},
         **{name: _plan_document(findings, name) for name in ("disaggregated", "colocated", "what_if")},
     }

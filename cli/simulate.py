@@ -77,17 +77,19 @@ class SimulatedOptions:
     auto: Annotated[
         bool, typer.Option("--auto", help="mode: auto, by which the controller moves workers between the roles.")
     ] = False
-    ttft_ms: Annotated[float, typer.Option(min=0.001, help="Objective: time to the first token.")] = 500.0
-    tpot_ms: Annotated[float, typer.Option(min=0.001, help="Objective: time per token after it.")] = 50.0
+    ttft_ms: Annotated[float, typer.Option(min=0.001, max=1e9, help="Objective: time to the first token.")] = 500.0
+    tpot_ms: Annotated[float, typer.Option(min=0.001, max=1e9, help="Objective: time per token after it.")] = 50.0
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Most sequences that a worker decodes at a time.")] = 256
     max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a step.")] = 2048
     block_size: Annotated[int, typer.Option(min=1, help="Tokens of a KV block.")] = 16
     kv_bytes_per_token: Annotated[
-        float | None, typer.Option(min=1, help="KV that a hand-off moves; default: the model's, or 131,072.")
+        float | None, typer.Option(min=1, max=1e12, help="KV that a hand-off moves; default: the model's, or 131,072.")
     ] = None
     wire_gbps: Annotated[
         float | None,
-        typer.Option(min=1e-3, help="Gigabits a second that a worker sends, and takes; default: the device's, or 200."),
+        typer.Option(
+            min=1e-3, max=1e9, help="Gigabits a second that a worker sends, and takes; default: the device's, or 200."
+        ),
     ] = None
     cores: Annotated[
         int | None,

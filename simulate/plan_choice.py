@@ -17,6 +17,8 @@ from simulate.planner import MOST_WORKERS, DevicePlan, Planner, RolePlan
 _NEARBY = (1.05, 1.25, 2.0, 4.0)
 """Limits that are tried in the place of one that cannot be met: so many times what no wait at all would take."""
 _RATE_TOLERANCE = 0.05
+_FAR = 100.0
+"""A rate is first sought in steps of so many times."""
 _LEAST_RATE = 1e-3
 
 
@@ -133,8 +135,10 @@ def _nearest(planner: Planner, least_s: Mapping[str, float]) -> str:
 def _lower_rate(planner: Planner) -> str | None:
     """The highest rate that the most workers serve; None: they serve none."""
     question = planner.question
-    rate = highest_rate(lambda r: _best(planner.at_rate(r)) is not None, question.load.rate, _RATE_TOLERANCE)
-    rate = _rounded_down(rate)
+    most = question.load.rate
+    while most > _LEAST_RATE and _best(planner.at_rate(most / _FAR)) is None:
+        most /= _FAR
+    rate = _rounded_down(highest_rate(lambda r: _best(planner.at_rate(r)) is not None, most, _RATE_TOLERANCE))
     plan = _best(planner.at_rate(rate)) if rate else None
     if plan is None:
         return None

@@ -69,6 +69,11 @@ class WorkerOption:
     def layout(self) -> DeviceLayout:
         return self.memory.layout
 
+    def takes_batch(self, num_seqs: int, load: OfferedLoad, tpot_s: float) -> bool:
+        """Whether so many sequences of each group fit into its memory, and a step of them into the time per token."""
+        num = num_seqs * self.layout.num_groups
+        return num * load.mean_kv <= self.memory.num_tokens and self.decode.step_s(num) <= tpot_s
+
 
 @dataclass(frozen=True)
 class RolePlan:

@@ -26,6 +26,7 @@ _BLOCK_TOKENS = 512
 _Z90 = 1.2815515655446004
 """The 90th percentile of the standard normal distribution."""
 _APART_S = 2.0
+_MOST_TRACE_S = 400 * 86400.0
 Lengths = Callable[[random.Random], tuple[int, int]]
 """Draws the tokens of a prompt and of its output."""
 
@@ -248,7 +249,7 @@ def until(shapes: Iterable[RequestShape], seconds: float) -> list[RequestShape]:
 
 def read_trace(path: Path, num: int | None = None) -> list[RequestShape]:
     """The first `num` requests of a file by time, the earliest at 0: JSON lines of Mooncake, or a CSV with the columns
-    of `CSV_COLUMNS`. Raises ConfigError, which names the row and the column.
+    of `CSV_COLUMNS`. Raises ConfigError, which names the row and the column, or says that it takes years.
     """
     try:
         with path.open(encoding="utf-8", newline="") as file:
@@ -263,6 +264,11 @@ def read_trace(path: Path, num: int | None = None) -> list[RequestShape]:
     if not found:
         raise ConfigError(f"{path}: holds no request")
     found.sort(key=lambda shape: shape.at)
+    if (seconds := found[-1].at - found[0].at) > _MOST_TRACE_S:
+        raise ConfigError(
+            f"{path}: its last request comes {seconds:.4g} s after its first, and a trace may take "
+            f"{_MOST_TRACE_S:.4g} s; times are in {'seconds' if path.suffix == '.csv' else 'milliseconds'}"
+        )
     return [replace(shape, at=shape.at - found[0].at) for shape in found]
 
 

@@ -96,6 +96,11 @@ def test_a_trace_out_of_order_is_sorted(tmp_path: Path) -> None:
         ("f.csv", AZURE + "2023-11-16 18:15:46,4,4,4\n", "2: has more fields"),
         ("g.csv", "time,in,out\n", "1: its columns are time, in, out; a trace has TIMESTAMP, ContextTokens"),
         ("h.csv", "at_s,prompt_tokens,output_tokens\nnan,4,4\n", "2: at_s must be a time .*got nan"),
+        (
+            "y.csv",
+            "at_s,prompt_tokens,output_tokens\n0,4,4\n1e9,4,4\n",
+            r"last request comes 1e\+09 s after its first",
+        ),
         ("i.csv", AZURE + '2023-11-16 18:15:46,"4' + "4" * 200_000, "field larger than field limit"),
         ("j.csv", "", "1: its columns are ;"),
         ("k.csv", AZURE, ": holds no request"),
