@@ -2,12 +2,13 @@
 
     python benchmarks/rebalance_simulated.py --workers 4 --workers 16 --trace conv.csv --found found.jsonl
 
-Loads are traces, at a rate for that many workers, and three generated days: one whose rate moves, one whose ratio of
-prompts to outputs moves ninefold besides, and one that comes in bursts. All are as long as `--seconds`.
+Loads are traces, at a rate for that many workers, and an hour of three generated days (`HOURS`): a calm one, one whose
+ratio of prompt to output tokens moves threefold within the hour, as production's does, and one that comes in bursts
+besides. Of each, the middle `--seconds` are taken.
 
 Each runs through one cluster: of queues (`simulate.turning_pools`, the real policy over workers that are simpler than
-Baton's), or with `--full` simulated whole, with the real router, workers and controller. `--found` keeps what has run,
-so that the command can be ended and begun again, or told to run a part (`--only`).
+Baton's), or with `--fidelity fast` or `full` the real router, workers and controller in virtual time. `--found` keeps
+what has run, so that the command can be ended and begun again, or told to run a part (`--only`).
 
     fixed      the split stays; with many workers those near the best one
     threshold  a worker goes to the role that is busier than 0.8 from the one that is less busy than 0.5
@@ -21,7 +22,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -54,8 +55,9 @@ from simulate.workload import (
     over_a_day,
     read_trace,
     scaled,
+    until,
 )
-from simulate.world import START_S, Cluster, ClusterSpec, WorkerSpec
+from simulate.world import START_S, Cluster, ClusterSpec, Fidelity, WorkerSpec
 
 COST = StepCost(fixed_s=0.030, prompt_token_s=4e-4, attended_s=1e-8, sequence_s=2e-4, kv_token_s=2e-7)
 """Of the order of a 70B model on two A100."""
@@ -63,8 +65,6 @@ SLO = SloSection(ttft_ms=3000, tpot_ms=75)
 WORKER = WorkerSpec("", "decode", LinearCurve(COST), kv_tokens=200_000, max_num_seqs=256, max_model_len=16_384)
 MOST_OUTPUT = 4096
 """What clients say that an output may be at most."""
-RATIO_PERIOD_H = 4
-"""Hours of a day from one highest ratio of prompts to outputs to the next."""
 NUM_WINDOWS = 30
 MOVE_S = 8.0
 """Seconds of one worker's service that the oracle takes a move to cost."""
@@ -136,70 +136,73 @@ class Run:
         return self.load, self.num_workers, self.policy
 
 
-def work_s(shapes: Sequence[RequestShape]) -> float:
-    """Worker seconds of the mean request: its prompt, and its part of steps as large as the pace allows."""
+def worker_seconds(shapes: Sequence[RequestShape]) -> tuple[float, float]:
+    """Seconds of a worker that the mean request takes: for its prompt, and for its output, in steps as large as the
+    time per token, the largest batch and the KV pool allow."""
     num, most_s = len(shapes), PACE_SHARE * SLO.tpot_s
     prompt_s = sum(COST.of_prompt(shape.num_prompt_tokens, 0) for shape in shapes) / num
     outputs = sum(shape.num_output_tokens for shape in shapes) / num
     kv_tokens = sum(shape.num_prompt_tokens + shape.num_output_tokens / 2 for shape in shapes) / num
     each_s = COST.sequence_s + COST.kv_token_s * kv_tokens
     batch = min(WORKER.max_num_seqs, WORKER.kv_tokens / kv_tokens, (most_s - COST.fixed_s) / each_s)
-    return prompt_s + outputs * (COST.fixed_s / batch + each_s)
+    return prompt_s, outputs * (COST.fixed_s / batch + each_s)
 
 
-@dataclass(frozen=True)
-class Day:
-    """A generated day: tokens of prompts and outputs, by mean and 90th percentile, and how they and the rate move."""
-
-    prompts: tuple[float, float]
-    outputs: tuple[float, float]
-    ratio_swing: float
-    peak_to_trough: float
-    burstiness: float = 1.0
-
-    def shapes(self, rate: float, seconds: float, most_tokens: int) -> list[RequestShape]:
-        """As long as `seconds`, with what takes hours in a day in proportion."""
-        day = DayShape(
-            rate,
-            seconds,
-            self.peak_to_trough,
-            ratio_swing=self.ratio_swing,
-            ratio_period_s=seconds * RATIO_PERIOD_H / 24,
-            burstiness=self.burstiness,
-        )
-        return over_a_day(day, lognormal(self.prompts, self.outputs, most_tokens // 2), seed=1)
-
-
-DAYS: Mapping[str, Day] = {
-    "day of rates": Day((1000, 2200), (200, 450), ratio_swing=1.5, peak_to_trough=3.0),
-    "day of ratios": Day((700, 1500), (350, 750), ratio_swing=9.0, peak_to_trough=1.5),
-    "day of bursts": Day((700, 1500), (350, 750), ratio_swing=3.0, peak_to_trough=2.0, burstiness=0.25),
-}
-
-
-def busiest(shapes: Sequence[RequestShape], seconds: float) -> float:
-    """Workers that would never idle in the window that a tenth of the windows exceed."""
-    windows: list[list[RequestShape]] = [[] for _ in range(2 * NUM_WINDOWS)]
+def busiest(shapes: Sequence[RequestShape], num_workers: int) -> float:
+    """Requests a second over the most that any split of so many workers computes of such requests, in the busiest five
+    minutes: what the best split of each moment needs to be busy all the time."""
+    windows: dict[int, list[RequestShape]] = {}
     for shape in shapes:
-        windows[min(len(windows) - 1, int(shape.at / seconds * len(windows)))].append(shape)
-    needed = sorted(len(window) * work_s(window) * len(windows) / seconds if window else 0.0 for window in windows)
-    return needed[int(0.9 * len(needed))]
+        windows.setdefault(int(shape.at / BUSY_WINDOW_S), []).append(shape)
+
+    def share(window: Sequence[RequestShape]) -> float:
+        prompt_s, output_s = worker_seconds(window)
+        most = max(min(p / prompt_s, (num_workers - p) / output_s) for p in range(1, num_workers))
+        return len(window) / BUSY_WINDOW_S / most
+
+    return max(map(share, windows.values()))
+
+
+BUSY_WINDOW_S = 300.0
+PROBE_RATE = 10.0
+"""Requests a second at which lengths are drawn to say what a generated hour takes."""
+HOUR_S = 3600.0
+LENGTHS = ((1155.0, 2500.0), (211.0, 424.0))
+"""Tokens of prompts and of outputs, by mean and 90th percentile: those of Azure's conversations of 2023."""
+HOURS: Mapping[str, DayShape] = {
+    "calm": DayShape(1.0, HOUR_S, 1.2, ratio_swing=1.0),
+    "turning": DayShape(1.0, HOUR_S, 1.2, ratio_swing=3.0, ratio_period_s=HOUR_S),
+    "bursty": DayShape(1.0, HOUR_S, 2.0, ratio_swing=3.0, ratio_period_s=HOUR_S, burstiness=0.25),
+}
+"""An hour of three days. The ratio of prompt to output tokens moves threefold, there and back, in the last two, as it
+does in Azure's conversations (from 3.3 to 10.0 by windows of five minutes)."""
 
 
 def load_of(name: str, num_workers: int, seconds: float, share: float) -> list[RequestShape]:
-    """A day by its name, or a trace by its path, whose busy hours keep `share` of the workers busy all the time."""
+    """The middle `seconds` of a generated hour, by its name, or of a trace, by its path, whose busiest five minutes ask
+    for `share` of what the best split serves."""
     most = WORKER.max_model_len - WORKER.block_size
-    if name in DAYS:
-        day, rate = DAYS[name], 20_000 / seconds
-        needed = busiest(day.shapes(rate, seconds, most), seconds)
-        return day.shapes(rate * share * num_workers / needed, seconds, most)
-    trace = scaled(read_trace(Path(name)), most_tokens=most)
-    trace = scaled(trace, speed=trace[-1].at / seconds)
-    return at_mean_rate(trace, len(trace) / seconds * share * num_workers / busiest(trace, seconds), 1)
+
+    def middle(shapes: Sequence[RequestShape]) -> list[RequestShape]:
+        begin = max(0.0, (shapes[-1].at - seconds) / 2)
+        return [replace(s, at=s.at - begin) for s in until(shapes, begin + seconds) if s.at >= begin]
+
+    if name not in HOURS:
+        trace = middle(scaled(read_trace(Path(name)), most_tokens=most))
+        rate = len(trace) / trace[-1].at
+        return at_mean_rate(trace, rate * share / busiest(trace, num_workers), 1)
+
+    def at_rate(rate: float) -> list[RequestShape]:
+        return middle(over_a_day(replace(HOURS[name], mean_rate=rate), lognormal(*LENGTHS, most // 2), seed=1))
+
+    return at_rate(PROBE_RATE * share / busiest(at_rate(PROBE_RATE), num_workers))
 
 
-def served_fully(spec: ClusterSpec, shapes: Sequence[RequestShape]) -> tuple[list[float], Sequence[SplitSince]]:
+def served(
+    fidelity: Fidelity, spec: ClusterSpec, shapes: Sequence[RequestShape]
+) -> tuple[list[float], Sequence[SplitSince]]:
     """When those came that were in time, and how the split changed."""
+    spec = replace(spec, fidelity=fidelity)
     requests = [SimRequest(shape, max_output_tokens=max(MOST_OUTPUT, shape.num_output_tokens)) for shape in shapes]
     result = Cluster(spec, seed=1).run(requests)
     objectives = Objectives.of(SLO)
@@ -218,25 +221,32 @@ def served_by_queues(spec: ClusterSpec, shapes: Sequence[RequestShape]) -> tuple
 class Bench:
     """Runs what has not run. `found`: where the runs are kept; None: nowhere."""
 
-    def __init__(self, seconds: float, share: float, found: Path | None, auto: AutoSection, *, is_full: bool) -> None:
+    def __init__(
+        self, seconds: float, share: float, found: Path | None, auto: AutoSection, fidelity: Fidelity | None = None
+    ) -> None:
+        """`fidelity`: of whole workers and a router; None: queues."""
         self._seconds = seconds
         self._share = share
         self._auto = auto
-        self._serve = served_fully if is_full else served_by_queues
+        self._serve = served_by_queues if fidelity is None else partial(served, fidelity)
         self._found = found
         lines = found.read_text().splitlines() if found is not None and found.exists() else []
+        self._shapes: tuple[tuple[str, int], list[RequestShape]] | None = None
+        """The last load."""
         self.runs = {run.key: run for run in (Run(**json.loads(line)) for line in lines)}
 
     def fixed(self, load: str, num_workers: int, num_prefill: int) -> Run:
         return self._run(load, num_workers, f"fixed {num_prefill}", num_prefill, ControllerSpec("fixed"))
 
     def best_fixed(self, load: str, num_workers: int) -> Run:
-        """With more than 8 workers it is climbed to, in steps that get smaller."""
+        """With more than 8 workers it is climbed to from what the mean request asks for, in ever smaller steps: the
+        last is one worker, or a sixty-fourth of many."""
         every = range(1, num_workers)
         if num_workers <= 8:
             return max((self.fixed(load, num_workers, p) for p in every), key=lambda run: run.kept)
-        at, step = num_workers // 2, num_workers // 4
-        while step:
+        prompt_s, output_s = worker_seconds(self._load(load, num_workers))
+        at, step = round(num_workers * prompt_s / (prompt_s + output_s)), num_workers // 16
+        while step >= max(1, num_workers // 64):
             near = [p for p in (at - step, at, at + step) if p in every]
             best = max(near, key=lambda p: self.fixed(load, num_workers, p).kept)
             at, step = best, step // 2 if best == at else step
@@ -258,11 +268,16 @@ class Bench:
         planned = self._run(load, num_workers, "oracle", plan[0][1], spec)
         return max(planned, best, key=lambda run: run.kept)
 
+    def _load(self, load: str, num_workers: int) -> list[RequestShape]:
+        if self._shapes is None or self._shapes[0] != (load, num_workers):
+            self._shapes = (load, num_workers), load_of(load, num_workers, self._seconds, self._share)
+        return self._shapes[1]
+
     def _run(self, load: str, num_workers: int, policy: str, num_prefill: int, controller: ControllerSpec) -> Run:
         known = self.runs.get((load, num_workers, policy))
         if known is not None:
             return known
-        shapes = load_of(load, num_workers, self._seconds, self._share)
+        shapes = self._load(load, num_workers)
         spec = ClusterSpec.of_ratio(num_prefill, num_workers - num_prefill, WORKER, slo=SLO, controller=controller)
         begun = time.perf_counter()
         kept, splits = self._serve(spec, shapes)
@@ -340,6 +355,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
     Console().print(table)
 
 
+FIDELITIES: Mapping[str, Fidelity | None] = {"queues": None, "fast": "fast", "full": "full"}
 PARTS: Mapping[str, Callable[[Bench, str, int], object]] = {
     "fixed": Bench.best_fixed,
     "auto": Bench.auto,
@@ -351,10 +367,12 @@ PARTS: Mapping[str, Callable[[Bench, str, int], object]] = {
 def main(
     workers: Annotated[list[int] | None, typer.Option(min=2, help="How many; may be given several times.")] = None,
     trace: Annotated[list[Path] | None, typer.Option(help="Traces beside the generated days.")] = None,
-    days: Annotated[str, typer.Option(help="Generated days, with commas between them.")] = ",".join(DAYS),
-    seconds: Annotated[float, typer.Option(min=60, help="Length of each load.")] = 3600.0,
-    share: Annotated[float, typer.Option(min=0.05, max=2, help="Of the workers that busy hours keep busy.")] = 0.75,
-    full: Annotated[bool, typer.Option("--full", help="Simulate whole workers and a router.")] = False,
+    hours: Annotated[str, typer.Option(help="Generated hours, with commas between them.")] = ",".join(HOURS),
+    seconds: Annotated[float, typer.Option(min=60, max=HOUR_S, help="Length of each load.")] = HOUR_S,
+    share: Annotated[
+        float, typer.Option(min=0.05, max=2, help="Of what the best splits serve, in the busiest five minutes.")
+    ] = 0.9,
+    fidelity: Annotated[str, typer.Option(help="queues; fast or full: whole workers and a router.")] = "queues",
     only: Annotated[str | None, typer.Option(help="Run this part and print no table.")] = None,
     found: Annotated[Path | None, typer.Option(help="Where runs are kept.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
@@ -362,8 +380,10 @@ def main(
     """mode: auto over loads that turn, in virtual time."""
     logging.getLogger("worker").setLevel(logging.ERROR)  # simulated workers say when they are done with one another
     with telling_failures():
-        bench = Bench(seconds, share, found, AutoSection(), is_full=full)
-        names = [name for name in days.split(",") if name] + [str(path) for path in trace or ()]
+        if fidelity not in FIDELITIES:
+            raise typer.BadParameter(f"{fidelity}: use {', '.join(FIDELITIES)}", param_hint="--fidelity")
+        bench = Bench(seconds, share, found, AutoSection(), FIDELITIES[fidelity])
+        names = [name for name in hours.split(",") if name] + [str(path) for path in trace or ()]
         asked = [(name, number) for number in workers or [4] for name in names]
         if only is not None:
             for name, number in asked:
