@@ -19,7 +19,7 @@ import grpc
 from grpc.aio import EOF  # type: ignore[attr-defined]  # missing in the stubs
 
 from simulate.virtual_loop import VirtualLoop
-from simulate.wire import Cores
+from simulate.wire import Cores, Lane
 
 CONNECT_AGAIN_S = 0.1
 """A call that waits until its server is there looks for it so often."""
@@ -85,7 +85,8 @@ class OneWay:
         network = self._network
         if network.cores is not None:
             self._under_way.append(partial(function, argument))
-            network.cores.compute(network.latency_s, [lambda: self._under_way.popleft()()])
+            own = next((network.shares[address] for address in self._way if address in network.shares), None)
+            network.cores.compute(network.latency_s, [lambda: self._under_way.popleft()()], own=own)
             return
         self._last_at = max(self._last_at, self._network.arrival(*self._way))
         self._loop.call_at(self._last_at, function, argument)
@@ -354,6 +355,8 @@ class Network:
         self.loop = loop
         self.latency_s = latency_s
         self.cores = cores
+        self.shares: dict[str, Lane] = {}
+        """What the processes at some addresses may use of the cores."""
         self.lateness: Callable[[], float] = lambda: 1.0
         self.hosts: dict[str, Host] = {}
         self._silent_until: dict[frozenset[str], float] = {}

@@ -25,7 +25,7 @@ from kv_transfer.actions import Chunk
 from simulate.curves import StepCurve
 from simulate.model import KvPages, SimulatedStep
 from simulate.virtual_loop import VirtualLoop
-from simulate.wire import Cores, Flow, Flows, Nic
+from simulate.wire import Cores, Flow, Flows, Lane, Nic
 from worker.handoff_connection import Done, ErrorKind
 
 KIND_NONE = rank_pb2.RankReply.KIND_UNSPECIFIED
@@ -112,8 +112,10 @@ class SimulatedRanks:
         command_s: float,
         post: Callable[..., None],
         num_threads: int = 1,
+        share: Lane | None = None,
     ) -> None:
-        """`command_s`: seconds that a command takes beside its transfer. `num_threads`: of a step."""
+        """`command_s`: seconds that a command takes beside its transfer. `num_threads`: of a step. `share`: what the
+        worker may use of the cores; None: all."""
         self.pages = pages
         self.num_steps = 0
         self.busy_s = 0.0
@@ -127,6 +129,7 @@ class SimulatedRanks:
         self._command_s = command_s
         self._post = post
         self._num_threads = num_threads
+        self._share = share
         self._step: SimulatedStep | None = None
         self._num_done = 0
         self._waiting: list[tuple[rank_pb2.ChunkPages, Done]] = []
@@ -162,7 +165,7 @@ class SimulatedRanks:
             each = 1 if len(step.token_ids) > len(step.logits_indices) else self.pages.num_layers
             layers = range(each, self.pages.num_layers + 1, each)
             ends = [partial(self._computed, launched, layer) for layer in layers]
-            self._world.cores.compute(seconds, ends, self._num_threads)
+            self._world.cores.compute(seconds, ends, self._num_threads, self._share)
         self._gather_waiting()
         return launched
 

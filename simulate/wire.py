@@ -93,9 +93,9 @@ class Flows:
         flow.timer = self._loop.call_later(latency_s, self._join, flow)
         return flow
 
-    def begin(self, lane: Lane, amount: float, num_parts: int, done: Callable[[], None]) -> Flow:
-        """Sets off what shares one lane; `amount` is that of each part."""
-        flow = Flow((lane,), amount, num_parts, done)
+    def begin(self, lanes: tuple[Lane, ...], amount: float, num_parts: int, done: Callable[[], None]) -> Flow:
+        """Sets off what shares these lanes; `amount` is that of each part."""
+        flow = Flow(lanes, amount, num_parts, done)
         self._join(flow)
         return flow
 
@@ -146,17 +146,19 @@ class Cores:
         self._flows = Flows(loop)
         self._lane = Lane(number, most=1.0)
 
-    def compute(self, seconds: float, ends: Sequence[Callable[[], None]], num_threads: int = 1) -> None:
+    def compute(
+        self, seconds: float, ends: Sequence[Callable[[], None]], num_threads: int = 1, own: Lane | None = None
+    ) -> None:
         """Begins what takes so many seconds where no other thread waits for a core, in equal parts one after another,
-        each with a call at its end."""
+        each with a call at its end. `own`: what its process may use of the cores; None: all."""
         each, rest = seconds / len(ends), ends[1:]
 
         def end() -> None:
             if rest:
-                self.compute(seconds - each, rest, num_threads)
+                self.compute(seconds - each, rest, num_threads, own)
             ends[0]()
 
-        self._flows.begin(self._lane, each, num_threads, end)
+        self._flows.begin((self._lane,) if own is None else (self._lane, own), each, num_threads, end)
 
     async def wait(self, seconds: float) -> None:
         """Returns when one thread has computed for so long."""

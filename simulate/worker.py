@@ -28,7 +28,7 @@ from simulate.ranks import Clockwork, SimulatedRanks
 from simulate.runs import NoPages, RunPipeline, RunRanks
 from simulate.virtual_loop import VirtualLoop
 from simulate.watched_pages import WatchedPages
-from simulate.wire import Nic, WireSpec
+from simulate.wire import Lane, Nic, WireSpec
 from worker.core import Core, Inbox
 from worker.handoff_connection import HandoffConnection, HandoffContext
 from worker.handoff_metrics import HandoffMetrics
@@ -75,6 +75,8 @@ class WorkerSpec:
     """Seconds that a gather, a landing, or opening or closing a pair takes beside the transfer."""
     num_threads: int = 1
     """Cores that a step keeps busy, where the cluster shares those of a machine (`ClusterSpec.cores`)."""
+    core_share: float | None = None
+    """Cores that its process may use there; None: all."""
     overlaps: bool = True
     """A step is launched before the one before it is read, as on a GPU."""
     long_tokens: int = 0
@@ -195,7 +197,10 @@ class SimulatedWorker:
         if cluster.is_fast:
             offer_s = spec.command_s + 2 * cluster.network.latency_s + spec.wire.latency_s
             return RunRanks(cluster, spec.worker_id, pages, *of_wire, num_parts=spec.num_layers, offer_s=offer_s)
-        return SimulatedRanks(cluster, spec.worker_id, pages, *of_wire, num_threads=spec.num_threads)
+        share = None if spec.core_share is None else Lane(spec.core_share, most=1.0)
+        if share is not None:
+            cluster.network.shares[self.host.address] = share
+        return SimulatedRanks(cluster, spec.worker_id, pages, *of_wire, num_threads=spec.num_threads, share=share)
 
     @property
     def address(self) -> str:

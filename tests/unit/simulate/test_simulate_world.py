@@ -131,7 +131,7 @@ def test_threads_share_cores_and_none_is_faster_than_one_core() -> None:
 
     async def main() -> None:
         def compute(name: str, seconds: float, num_threads: int = 1) -> Flow:
-            return flows.begin(cores, seconds, num_threads, lambda: ends.update({name: loop.time()}))
+            return flows.begin((cores,), seconds, num_threads, lambda: ends.update({name: loop.time()}))
 
         compute("alone", 1.0)
         await asyncio.sleep(1.0)
@@ -173,6 +173,16 @@ def test_a_step_of_several_threads_takes_as_many_cores() -> None:
         (outcome,) = Cluster(replace(spec, message_s=1e-9, client_s=1e-9)).run(shapes).outcomes
         e2es.append(outcome.e2e_s)
     assert e2es[1] == pytest.approx(e2es[0], rel=1e-3) and e2es[2] == pytest.approx(2 * e2es[0], rel=1e-3)
+
+
+def test_a_worker_that_may_use_a_part_of_a_core_takes_as_much_longer() -> None:
+    shapes = [RequestShape(0.0, 256, 40)]
+    router = RouterSection(http_port=None)
+    spec = ClusterSpec.of_ratio(0, 1, WorkerSpec("", "decode", curve=STEP), router=router, cores=2, message_s=1e-9)
+    (whole,) = Cluster(spec).run(shapes).outcomes
+    workers = tuple(replace(worker, core_share=0.4) for worker in spec.workers)
+    (part,) = Cluster(replace(spec, workers=workers)).run(shapes).outcomes
+    assert part.e2e_s == pytest.approx(2.5 * whole.e2e_s, rel=1e-3)
 
 
 def test_what_shared_cores_cannot_be_had_with_is_refused() -> None:
