@@ -41,6 +41,9 @@ STEADY = 0.02
 """A median is steady when its standard error is no more than this share of it."""
 MOST_ROUNDS = 4
 _TRIES = 3
+_PAUSE_S = 0.1
+"""Before each prompt, as between the requests of a load that leaves a cluster idle at times: a step and messages right
+behind others of their kind find their way warm, and take a fifth to a half less."""
 _SETTLE_S = 2.0
 _POLL_S = 0.02
 _CALL_S = 120.0
@@ -88,8 +91,8 @@ class Profiler:
             raise ConfigError("workers have no metrics pages to read their steps from; set metrics.workers: true")
         self._vocab = client.models()[0].vocab_size
         self._random = random.Random(0)
-        self._prompt_s = self._busy_s = 0.0
-        """Seconds that prompts took, and that their workers' processes had a core meanwhile."""
+        self._busy: list[tuple[float, float]] = []
+        """Seconds of each prompt's step, and those that the workers' processes had a core until it was answered."""
         self._messages_s: list[float] = []
         """Seconds of a message, by each prompt that was measured."""
 
@@ -130,7 +133,7 @@ class Profiler:
             CurveError.of(LinearCurve(fitted), samples),
             self.message_s,
             self.cores,
-            max(1, round(self._busy_s / self._prompt_s)) if self._prompt_s else 1,
+            self.num_threads,
         )
 
     @property
@@ -144,6 +147,14 @@ class Profiler:
         ranks = [rank for worker in self._workers for rank in worker.info.ranks]
         is_shared = all(rank.host == socket.gethostname() and rank.device == "cpu" for rank in ranks)
         return len(os.sched_getaffinity(0)) if ranks and is_shared and sys.platform == "linux" else None
+
+    @property
+    def num_threads(self) -> int:
+        """Cores that a longer step keeps busy for as much longer: what a request takes beside its step is left out."""
+        steps_s, busy_s = zip(*self._busy, strict=True) if self._busy else ((), ())
+        if self.cores is None or len(set(steps_s)) < 2:
+            return 1
+        return max(1, round(statistics.linear_regression(steps_s, busy_s).slope))
 
     def _cpu_s(self) -> float:
         """Seconds that the workers' processes have had a core so far, if they are on this machine."""
@@ -171,11 +182,18 @@ class Profiler:
     def _prompt(self, num_tokens: int) -> Iterator[ProfiledStep]:
         """Nothing for a prompt that is computed in several steps."""
         for _ in range(_TRIES):
-            busy_s = self._cpu_s()
-            found, took_s = self._during("prefill", 1, lambda: self._send(num_tokens, 1, 1))
+            time.sleep(_PAUSE_S)
+            busy_s: list[float] = []
+
+            def send(busy_s: list[float] = busy_s) -> None:
+                busy_s.append(self._cpu_s())
+                self._send(num_tokens, 1, 1)
+                busy_s.append(self._cpu_s())
+
+            found, took_s = self._during("prefill", 1, send)
             if found.steps == 1 and found.tokens == num_tokens:
                 num_messages = HANDED_MESSAGES if found.handed else MESSAGES
-                self._prompt_s, self._busy_s = self._prompt_s + found.seconds, self._busy_s + self._cpu_s() - busy_s
+                self._busy.append((found.seconds, busy_s[1] - busy_s[0]))
                 self._messages_s.append(max(0.0, took_s - found.seconds) / num_messages)
                 yield ProfiledStep(num_tokens, 0, 0, found.seconds)
                 return

@@ -104,7 +104,7 @@ def profiled(monkeypatch: pytest.MonkeyPatch, cluster: TimedCluster, sizes: Prof
     client: Any = cluster
     monkeypatch.setattr(profiler, "fetch", cluster.fetch)
     monkeypatch.setattr(profiler, "_SETTLE_S", 0.0)
-    monkeypatch.setattr(profiler, "time", SimpleNamespace(monotonic=lambda: cluster.now))
+    monkeypatch.setattr(profiler, "time", SimpleNamespace(monotonic=lambda: cluster.now, sleep=lambda _: None))
     return Profiler(client, sizes).measure()
 
 
