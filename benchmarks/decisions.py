@@ -17,12 +17,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
-from unittest.mock import patch
 
 from cluster.pb import worker_pb2
 from cluster.prefix_hash import prefix_hashes
 from cluster.step_cost import StepCost
-from router.routing import fleet
 from router.routing.fleet import DECODE, PREFILL, Fleet, WorkerAddress
 from router.routing.load_tracker import Charge, Placement, RequestLoad
 from router.routing.policies.interface import RoutingContext, RoutingRequest
@@ -93,14 +91,12 @@ class Simulation:
         self._num_workers = num_workers
         self.num_running = min(_RUNNING * num_workers, 4096)
         callbacks = WorkerCallbacks(lambda worker: None, lambda worker: None, lambda worker, events: None)
-        self.fleet = Fleet(callbacks, lambda worker: 0, 3.0)
+        self.fleet = Fleet(callbacks, lambda worker: 0, 3.0, make_client=SimulatedWorker)
         self.fleet.has_served = True
         self.context.loads.on_change = self.fleet.on_load
-        with patch.object(fleet, "WorkerClient", SimulatedWorker):
-            addresses = (
-                WorkerAddress(f"{'pd'[i % 2]}{i}", f"w{i}:1", (PREFILL, DECODE)[i % 2]) for i in range(num_workers)
-            )
-            self.fleet.set_workers(addresses)
+        self.fleet.set_workers(
+            WorkerAddress(f"{'pd'[i % 2]}{i}", f"w{i}:1", (PREFILL, DECODE)[i % 2]) for i in range(num_workers)
+        )
         self._workers: list[SimulatedWorker] = list(self.fleet)  # type: ignore[arg-type]
         self._system_prompts = [self._tokens(_SHARED_TOKENS) for _ in range(_NUM_SYSTEM_PROMPTS)]
         self._sessions = [self._new_session() for _ in range(_NUM_SESSIONS)]
@@ -134,7 +130,7 @@ class Simulation:
             self._workers[self._next_report].report(self._draw.uniform(0.9, 1.1))
             self._next_report = (self._next_report + 1) % self._num_workers
         hashes = request.prompt.of(BLOCK_SIZE)
-        blocks = [block_hash for group in range(hashes.num_groups) for block_hash in hashes.of_group(group)]
+        blocks = [hashes.of_first(num_blocks + 1) for num_blocks in range(hashes.num_blocks)]
         for worker_id in {placement.computing_id: None, placement.decode_id: None}:
             self.fleet[worker_id].compute(blocks)  # type: ignore[attr-defined]
 

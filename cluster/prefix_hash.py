@@ -75,8 +75,8 @@ class PrefixHashes:
         self.num_groups = -(-self.num_blocks // GROUP)
         """The last may be of fewer blocks than the others."""
         self._ends: list[bytes] = []
-        self._known: dict[int, list[bytes]] = {}
-        """Of the groups that were asked for block by block."""
+        self._known: dict[int, bytes] = {}
+        """Those within groups, by the number of blocks up to them."""
 
     def end_of_group(self, group: int) -> bytes:
         """The hash of its last block. Groups before it are looked at first."""
@@ -86,14 +86,14 @@ class PrefixHashes:
             ends.append(_hash(parent + _written(self._tokens_of(len(ends))), key=self._key).digest())
         return ends[group]
 
-    def of_group(self, group: int) -> Sequence[bytes]:
-        """The hashes of its blocks, first to last: all at once, as to compute them one by one takes as long as most of
-        them do."""
-        known = self._known.get(group)
+    def of_first(self, num_blocks: int) -> bytes:
+        """The hash of so many blocks from the first on, at least one."""
+        known = self._known.get(num_blocks)
         if known is None:
+            group = (num_blocks - 1) // GROUP
             parent = self.end_of_group(group - 1) if group else root_of(self._block_size)
-            known = list(block_hashes(parent, self._tokens_of(group), self._block_size, self._key))
-            self._known[group] = known
+            tokens = self._token_ids[group * GROUP * self._block_size : num_blocks * self._block_size]
+            known = self._known[num_blocks] = _hash(parent + _written(tokens), key=self._key).digest()
         return known
 
     def _tokens_of(self, group: int) -> Sequence[int]:

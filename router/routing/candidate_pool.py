@@ -8,12 +8,12 @@ is computed again only for workers that have changed since. Pure: knows no conne
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 from cluster.step_cost import StepCost, UsualCost
-from router.routing.prefix_index import MOST_HOLDERS, Candidate, Depths, Holders, PromptHashes, Step
+from router.routing.prefix_index import Candidate, Holders, PromptHashes
 
 C = TypeVar("C", bound=Candidate)
 Some = Sequence[Candidate]
@@ -23,6 +23,8 @@ Key = Callable[[C], Any]
 
 FEW = 16
 """Sequence[Candidate] of a role that a decision looks at one by one; of more, only those that may be the best."""
+MOST_HOLDERS = 64
+"""Workers that hold equally much of a prompt, and are looked at one by one."""
 MOST_CHANGED = 32
 """Workers whose places are looked up together; more never wait for the next decision."""
 
@@ -42,9 +44,14 @@ class Ranking(Generic[C]):
     def __iter__(self) -> Iterator[str]:
         return (worker_id for _, worker_id in self._order)
 
-    def first(self, count: int) -> list[str]:
-        """The ids of so many that come first."""
-        return [worker_id for _, worker_id in self._order[:count]]
+    def first(self, count: int) -> Iterator[tuple[Any, str]]:
+        """The places of so many that come first."""
+        return islice(self._order, count)
+
+    @property
+    def least(self) -> Any:
+        """The key of the one that comes first."""
+        return self._order[0][0]
 
     def place(self, worker: C) -> None:
         """Adds a worker, or moves it to where it belongs now."""
@@ -61,9 +68,9 @@ class Ranking(Generic[C]):
         if old is not None:
             del self._order[bisect_left(self._order, old)]
 
-    def place_of(self, worker: C) -> tuple[Any, str]:
+    def place_of(self, worker_id: str) -> tuple[Any, str]:
         """The key and the id by which a worker has its place."""
-        return self._places[worker.worker_id]
+        return self._places[worker_id]
 
 
 class _Member(NamedTuple):
@@ -74,12 +81,14 @@ class _Member(NamedTuple):
     weights_revision: str
     cache: tuple[Holders, int] | None
     """The table in which its cached blocks are, and their size."""
+    bit: int
+    """Its own in that table."""
 
     @classmethod
     def of(cls, candidate: Candidate) -> _Member:
         index = candidate.prefix_index
-        cache = None if index is None else (index.holders, index.block_size)
-        return cls(candidate.kv_tokens, candidate.max_num_seqs, candidate.weights_revision, cache)
+        cache, bit = (None, 0) if index is None else ((index.holders, index.block_size), index.bit)
+        return cls(candidate.kv_tokens, candidate.max_num_seqs, candidate.weights_revision, cache, bit)
 
 
 class CandidatePool(Sequence[C]):
@@ -99,8 +108,8 @@ class CandidatePool(Sequence[C]):
         self._costs: dict[str, StepCost] = {}
         """Of those that have measured it."""
         self._usual_cost = UsualCost()
-        self._caches = Counter[tuple[Holders, int]]()
-        """Tables and block sizes, with the number of workers that have them."""
+        self._caches: dict[tuple[Holders, int], int] = {}
+        """Tables and block sizes, with the bits of the workers that have them."""
         self._rankings: dict[Key[C], Ranking[C]] = {}
         self._changed: dict[str, None] = {}
         """Workers whose places in the rankings are to be looked up again."""
@@ -158,46 +167,43 @@ class CandidatePool(Sequence[C]):
             self._replace_changed()
         return ranking
 
-    def holders(self, prompt: PromptHashes, key: Key[C], each: int, most: int) -> Iterator[tuple[C, Any, int]]:
-        """Yields workers whose caches hold the beginning of a prompt, each with its key and the tokens that they hold.
+    def holders(self, prompt: PromptHashes, key: Key[C], saved: float, each: int, most: int) -> list[C]:
+        """Returns `most` workers at most whose caches hold the beginning of a prompt: those that come first by `key`,
+        less `saved` for each token that they hold.
 
-        Those that hold the most come first, until there are `most`, and at last some of those that are most often met
-        (all have the same system prompt, say). Of those that hold equally much: the first `each` by `key`; of many,
-        those that come first among some.
+        Those that hold the most are looked at first, until no other can come before them, or as many are found: then
+        some follow of those that are most often met (all have the same system prompt, say). Of those that hold equally
+        much: the first `each` by `key`; of many, those that come first among some.
         """
         ranking = self._ranking(key)
-        for table, block_size in self._caches:
-            depths, num_found = prompt.depths(table, block_size), 0
-            widest = depths.widest
-            for step in depths.deepest_first():
-                if num_found >= most:
+        found = list[tuple[Any, str]]()
+        for (table, block_size), own in self._caches.items():
+            depths, token = prompt.depths(table, block_size), block_size * saved
+            for step in depths.deepest_first(own):
+                if found and min(found)[0] <= ranking.least - step.depth * token:
                     break
-                found = self._holders_of(depths, step, ranking, each) if step is not widest else []
-                num_found += len(found)
-                for worker in found:
-                    yield worker, ranking.place_of(worker)[0], step.depth * block_size
-            if widest is not None:
-                for worker in self._holders_of(depths, widest, ranking, each):
-                    yield worker, ranking.place_of(worker)[0], widest.depth * block_size
+                is_enough = len(found) >= most
+                last = depths.widest(own) if is_enough else step
+                if last is not None and last.depth <= step.depth:
+                    places = self._holders_of(table, last.holding, ranking, each)
+                    found += [(place - last.depth * token, worker_id) for place, worker_id in places]
+                if is_enough:
+                    break
+        return [self._by_id[worker_id] for _, worker_id in sorted(found)[:most]]
 
-    def _holders_of(self, depths: Depths, step: Step, ranking: Ranking[C], each: int) -> list[C]:
-        """Some that hold as much as this, and no more."""
-        found = list[C]()
-        if step.holding.bit_count() > MOST_HOLDERS:
-            found = self._first_holders(ranking, step.holding, each)
+    def _holders_of(self, table: Holders, holding: int, ranking: Ranking[C], each: int) -> list[tuple[Any, str]]:
+        """Places in a ranking of some of these workers."""
+        found = list[tuple[Any, str]]()
+        if holding.bit_count() > MOST_HOLDERS:
+            for place in ranking.first(MOST_HOLDERS):
+                index = self._by_id[place[1]].prefix_index
+                if index is not None and index.bit & holding:
+                    found.append(place)
+                    if len(found) == each:
+                        return found
         if not found:
-            found = [worker for i in depths.ids(step) if (worker := self._by_id.get(i)) is not None]
-        return sorted(found, key=ranking.place_of)[:each] if len(found) > each else found
-
-    def _first_holders(self, ranking: Ranking[C], holding: int, each: int) -> list[C]:
-        found = list[C]()
-        for worker in map(self._by_id.__getitem__, ranking.first(MOST_HOLDERS)):
-            index = worker.prefix_index
-            if index is not None and index.bit & holding:
-                found.append(worker)
-                if len(found) == each:
-                    break
-        return found
+            found = [ranking.place_of(worker_id) for worker_id in islice(table.worker_ids(holding), MOST_HOLDERS)]
+        return sorted(found)[:each] if len(found) > each else found
 
     @property
     def usual_cost(self) -> UsualCost:
@@ -281,7 +287,7 @@ class CandidatePool(Sequence[C]):
         self.max_num_seqs += sign * member.max_num_seqs
         self.num_sized += sign * bool(member.max_num_seqs)
         if member.cache is not None:
-            self._caches[member.cache] += sign
+            self._caches[member.cache] = self._caches.get(member.cache, 0) ^ member.bit
             if not self._caches[member.cache]:
                 del self._caches[member.cache]
 

@@ -11,19 +11,14 @@ is seen by those that choose among workers: by its cache, its pool and what its 
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
-from itertools import accumulate, islice
-from operator import or_
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 from cluster.pb import worker_pb2
 from cluster.prefix_hash import GROUP, PrefixHashes
 from cluster.step_cost import StepCost
 
-MOST_HOLDERS = 64
-"""Workers that hold equally much of a prompt, and are looked at one by one."""
 MOST_MASKS = 16_384
 """Sets of workers of which blocks share one object."""
 
@@ -38,49 +33,62 @@ class Step(NamedTuple):
 
 
 class Depths:
-    """How many blocks of a prompt each worker holds. Groups are looked through block by block when it matters."""
+    """How many blocks of a prompt each worker holds. A group is looked into only when it matters who holds how much."""
 
     def __init__(self, table: Holders, hashes: PrefixHashes) -> None:
         self.groups: list[tuple[int, int]] = []
         """Groups, each with the bits of the workers that hold all before it, and not all of it; the deepest last."""
         self._table = table
         self._hashes = hashes
-        self._within: dict[int, list[Step]] = {}
-        self._ids: dict[int, list[str]] = {}
+        self._masks: dict[int, int] = {}
+        """By a number of blocks, the bits of the workers that hold the last of them."""
 
-    def deepest_first(self) -> Iterator[Step]:
-        for index in range(len(self.groups) - 1, -1, -1):
-            yield from reversed(self._steps_in(index))
+    def deepest_first(self, among: int) -> Iterator[Step]:
+        """Yields steps of the workers whose bits are in `among`, as far as they hold a block."""
+        for group, leaving in reversed(self.groups):
+            if some := leaving & among:
+                yield from self._steps_in(group, some)
 
-    @property
-    def widest(self) -> Step | None:
+    def widest(self, among: int) -> Step | None:
         """The step of the most workers, of those in the group that most leave; None: all leave in the first."""
-        later = [index for index, (group, _) in enumerate(self.groups) if group]
+        later = [(group, some) for group, leaving in self.groups if group and (some := leaving & among)]
         if not later:
             return None
-        index = max(later, key=lambda index: self.groups[index][1].bit_count())
-        return max(self._steps_in(index), key=lambda step: step.holding.bit_count())
-
-    def ids(self, step: Step) -> list[str]:
-        """The workers of a step by their bits, at most `MOST_HOLDERS`."""
-        if step.depth not in self._ids:
-            self._ids[step.depth] = list(islice(self._table.worker_ids(step.holding), MOST_HOLDERS))
-        return self._ids[step.depth]
+        steps = self._steps_in(*max(later, key=lambda one: one[1].bit_count()))
+        return max(steps, key=lambda step: step.holding.bit_count())
 
     def of(self, bit: int) -> int:
-        num_held = bisect_left(self._at_least, True, key=lambda holding: not holding & bit)
-        steps = self._steps_in(num_held - 1) if num_held else []
-        return next((step.depth for step in steps if step.holding & bit), 0)
+        """Blocks that one worker holds, from the first on."""
+        for group, leaving in self.groups:
+            if leaving & bit:
+                return next((step.depth for step in self._steps_in(group, bit)), 0)
+        return 0
 
-    @cached_property
-    def _at_least(self) -> list[int]:
-        """For each of the groups the bits of the workers that leave there or later."""
-        return list(accumulate((holding for _, holding in reversed(self.groups)), or_))[::-1]
+    def _steps_in(self, group: int, holding: int) -> Iterator[Step]:
+        """Steps of workers that hold all before a group, but not all of it."""
+        first = group * GROUP
+        return self._steps(first, min(first + GROUP, self._hashes.num_blocks + 1), holding)
 
-    def _steps_in(self, index: int) -> list[Step]:
-        if index not in self._within:
-            self._within[index] = self._table.steps_in(self._hashes, *self.groups[index])
-        return self._within[index]
+    def _steps(self, low: int, high: int, holding: int) -> Iterator[Step]:
+        """Steps of workers that hold `low` blocks and not `high`, the deepest first, by halves; who holds any is asked
+        first."""
+        while high - low > 1:
+            middle = (low + high) // 2 if low else 1
+            further = holding & self._mask_of(middle)
+            if further == holding:
+                low = middle
+                continue
+            if further:
+                yield from self._steps(middle, high, further)
+            high, holding = middle, holding ^ further
+        if low:
+            yield Step(low, holding)
+
+    def _mask_of(self, num_blocks: int) -> int:
+        mask = self._masks.get(num_blocks)
+        if mask is None:
+            mask = self._masks[num_blocks] = self._table.mask_of(self._hashes.of_first(num_blocks))
+        return mask
 
 
 class Holders:
@@ -147,7 +155,7 @@ class Holders:
             if mask:
                 table[block_hash] = mask
 
-    def _of(self, block_hash: bytes) -> int:
+    def mask_of(self, block_hash: bytes) -> int:
         """The bits of the workers that hold a block."""
         return self._tables[block_hash[0]].get(block_hash, 0)
 
@@ -160,13 +168,13 @@ class Holders:
     def depths(self, hashes: PrefixHashes) -> Depths:
         """Finds for each worker how many of these blocks it holds, from the first on.
 
-        A worker that holds the last block of a whole group is taken to hold all of it: caches evict the end of a prefix
-        first, so that a gap before it is rare.
+        A worker that holds a block that is looked up is taken to hold all before it: caches evict the end of a prefix
+        first, so that a gap is rare.
         """
         depths, holding = Depths(self, hashes), -1  # at first every worker, of no block
         for group in range(hashes.num_groups):
             is_whole = (group + 1) * GROUP <= hashes.num_blocks
-            still = holding & self._of(hashes.end_of_group(group)) if is_whole else 0
+            still = holding & self.mask_of(hashes.end_of_group(group)) if is_whole else 0
             if still != holding:
                 depths.groups.append((group, holding ^ still))
             if not still:
@@ -175,22 +183,6 @@ class Holders:
         if hashes.num_blocks:
             depths.groups.append((hashes.num_groups, holding))
         return depths
-
-    def steps_in(self, hashes: PrefixHashes, group: int, holding: int) -> list[Step]:
-        """The steps of workers that hold all before a group, but not all of it; beyond the last one, they hold all."""
-        if group == hashes.num_groups:
-            return [Step(hashes.num_blocks, holding)]
-        steps, depth, tables = list[Step](), group * GROUP, self._tables
-        for block_hash in hashes.of_group(group):
-            still = holding & tables[block_hash[0]].get(block_hash, 0)
-            if still != holding:
-                if depth:
-                    steps.append(Step(depth, holding ^ still))
-                if not still:
-                    return steps
-                holding = still
-            depth += 1
-        return [*steps, Step(depth, holding)]
 
 
 class PromptHashes:
@@ -278,14 +270,6 @@ class PrefixIndex:
     def _forget(self) -> None:
         self.holders.remove(self.bit, self._hashes)
         self._hashes.clear()
-
-
-def _bits(mask: int) -> Iterator[int]:
-    """Yields each bit that is set."""
-    while mask:
-        lowest = mask & -mask
-        yield lowest
-        mask ^= lowest
 
 
 class Candidate(Protocol):

@@ -208,11 +208,8 @@ class Predicted(Policy):
             found |= {worker.worker_id: worker for worker in islice(candidates.ranked(key), _BY_LOAD)}
         if request.uses_cache:
             token_s = self._mean.prompt_token_s
-            holders = sorted(
-                (prompt_s - token_s * num_cached, worker.worker_id, worker)
-                for worker, prompt_s, num_cached in candidates.holders(request.prompt, keys[-1], _OF_EQUALS, _BY_CACHE)
-            )
-            found |= {worker_id: worker for _, worker_id, worker in holders[:_BY_CACHE]}
+            holders = candidates.holders(request.prompt, keys[-1], token_s, _OF_EQUALS, _BY_CACHE)
+            found |= {worker.worker_id: worker for worker in holders}
         home = self._sessions.home_of(request.session)
         for worker_id in () if home is None else (home.prefill_id, home.decode_id):
             if worker_id is not None and (worker := candidates.get(worker_id)) is not None:

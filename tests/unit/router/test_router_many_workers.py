@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 from candidates import FakeCandidate, request_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cluster.pb import worker_pb2
 from cluster.prefix_hash import prefix_hashes
@@ -114,6 +116,41 @@ def test_of_many_workers_that_hold_a_prompt_one_is_found_though_all_are_busier_t
     assert found.num_cached_tokens == cluster.policy.choose(request, *cluster.lists).num_cached_tokens > 160
 
 
+@settings(max_examples=200, derandomize=True, database=None)
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 30)), min_size=1, max_size=90))
+def test_of_those_that_hold_a_prompt_the_one_found_first_comes_before_all_others(drawn: list[tuple[int, int]]) -> None:
+    tokens = tuple(range(40 * BLOCK_SIZE + 1))
+    hashes, holders = list(prefix_hashes(tokens, BLOCK_SIZE, b"")), Holders()
+    workers, keys = list[Caching](), dict[str, int]()
+    for number, (num_blocks, key) in enumerate(drawn):
+        index = PrefixIndex(BLOCK_SIZE, 99, holders, f"w{number:02}")
+        index.apply(worker_pb2.CacheEvents(sequence_number=1, snapshot=True, stored=hashes[:num_blocks]))
+        workers.append(Caching(f"w{number:02}", prefix_index=index))
+        keys[f"w{number:02}"] = key
+    pool, others = CandidatePool(workers[::2]), CandidatePool(workers[1::2])
+    prompt = PromptHashes(tokens, b"")
+
+    def value(worker: Caching) -> tuple[float, str]:
+        return keys[worker.worker_id] - worker.num_cached_tokens(prompt) / BLOCK_SIZE, worker.worker_id
+
+    for some in (pool, others):
+        found = some.holders(prompt, lambda worker: keys[worker.worker_id], 1 / BLOCK_SIZE, each=1, most=99)
+        held = [worker for worker in some if worker.num_cached_tokens(prompt)]
+        assert found == sorted(found, key=value)
+        assert [value(worker)[0] for worker in found[:1]] == sorted(value(worker)[0] for worker in held)[:1]
+
+
+def test_holders_that_cannot_be_the_first_are_not_looked_for() -> None:
+    cluster = Cluster(120)
+    prompt, pool = cluster.request().prompt, cluster.pools[0]
+    longest = max(worker.num_cached_tokens(prompt) for worker in pool)
+    found = pool.holders(prompt, lambda worker: 0.0, 1.0, each=2, most=6)
+    assert 0 < len(found) <= 2 and all(worker.num_cached_tokens(prompt) == longest for worker in found)
+    waits = {worker.worker_id: 2000.0 for worker in found}
+    found = pool.holders(prompt, lambda worker: waits.get(worker.worker_id, 0.0), 1.0, each=2, most=6)
+    assert len(found) > 2 and found[0].worker_id not in waits
+
+
 def test_among_few_workers_a_pool_changes_nothing() -> None:
     cluster = Cluster(2 * FEW, spread=0.3)
     for _ in range(50):
@@ -177,5 +214,5 @@ def test_many_blocks_that_the_same_workers_hold_share_one_set() -> None:
     hashes = [i.to_bytes(16, "big") for i in range(500)]
     for index in indices:
         index.apply(worker_pb2.CacheEvents(sequence_number=1, snapshot=True, stored=hashes))
-    assert len({id(holders._of(block_hash)) for block_hash in hashes}) == 1
-    assert list(holders.worker_ids(holders._of(hashes[0]))) == [f"w{i}" for i in reversed(range(100))]
+    assert len({id(holders.mask_of(block_hash)) for block_hash in hashes}) == 1
+    assert list(holders.worker_ids(holders.mask_of(hashes[0]))) == [f"w{i}" for i in reversed(range(100))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -87,34 +87,36 @@ def test_no_more_hashes_are_kept_than_the_worker_has_blocks() -> None:
 
 def test_a_prompts_hashes_are_computed_once_for_each_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = PromptHashes(PROMPT, b"a")
-    assert all(list(prompt.of(4).of_group(0)) == HASHES and len(list(prompt.of(2).of_group(0))) == 6 for _ in range(2))
+
+    def hashes(block_size: int) -> list[bytes]:
+        known = prompt.of(block_size)
+        return [known.of_first(count + 1) for count in range(known.num_blocks)]
+
+    assert hashes(4) == HASHES and len(hashes(2)) == 6
     monkeypatch.setattr("cluster.prefix_hash._hash", None)
-    assert list(prompt.of(4).of_group(0)) == HASHES and len(list(prompt.of(2).of_group(0))) == 6
-    two_at_once = zip(prompt.of(4).of_group(0), prompt.of(4).of_group(0), strict=True)
-    assert list(two_at_once) == [(h, h) for h in HASHES]
+    assert hashes(4) == HASHES and len(hashes(2)) == 6
 
 
-def test_of_a_prompt_that_nobody_has_only_the_first_group_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_prompt_that_nobody_has_only_the_first_block_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = PromptHashes(LONG_PROMPT, b"a")
-    hashes, looked = prompt.of(BLOCK_SIZE), Counter[str]()
-    end_of_group, of_group = hashes.end_of_group, hashes.of_group
+    hashes, looked = prompt.of(BLOCK_SIZE), dict[int | str, None]()
+    end_of_group, of_first = hashes.end_of_group, hashes.of_first
 
     def end(group: int) -> bytes:
-        looked[f"end of {group}"] += 1
+        looked[f"end of {group}"] = None
         return end_of_group(group)
 
-    def blocks(group: int) -> Iterator[bytes]:
-        for block_hash in of_group(group):
-            looked[f"block of {group}"] += 1
-            yield block_hash
+    def first(num_blocks: int) -> bytes:
+        looked[num_blocks] = None
+        return of_first(num_blocks)
 
     monkeypatch.setattr(hashes, "end_of_group", end)
-    monkeypatch.setattr(hashes, "of_group", blocks)
+    monkeypatch.setattr(hashes, "of_first", first)
     assert known().num_cached_tokens(prompt) == 0
-    assert looked == {"end of 0": 1, "block of 0": 1}
+    assert list(looked) == ["end of 0", 1]
     looked.clear()
     assert known(*LONG_HASHES[: GROUP + 2], num_blocks=99).num_cached_tokens(prompt) == (GROUP + 2) * BLOCK_SIZE
-    assert looked == {"end of 0": 2, "end of 1": 1, "block of 1": 3}
+    assert list(looked) == ["end of 0", "end of 1", GROUP + 8, GROUP + 4, GROUP + 2, GROUP + 3]
 
 
 @settings(max_examples=300, derandomize=True, database=None)
@@ -134,6 +136,15 @@ def test_who_holds_the_end_of_a_group_is_taken_to_hold_all_of_it() -> None:
     assert known(*LONG_HASHES[: GROUP - 1], *LONG_HASHES[GROUP:], num_blocks=99).num_cached_tokens(prompt) == (
         (GROUP - 1) * BLOCK_SIZE
     ), "the end itself is missing"
+
+
+@settings(max_examples=100, derandomize=True, database=None)
+@given(st.sets(st.integers(0, GROUP - 2)))
+def test_where_blocks_are_missing_a_worker_holds_up_to_one_of_the_gaps(numbers: set[int]) -> None:
+    held = {LONG_HASHES[number] for number in numbers}
+    depth = known(*held, num_blocks=99).num_cached_tokens(PromptHashes(LONG_PROMPT, b"a")) // BLOCK_SIZE
+    assert LONG_HASHES[depth] not in held
+    assert LONG_HASHES[depth - 1] in held if depth else LONG_HASHES[0] not in held
 
 
 def test_a_prompt_is_looked_up_once_for_all_workers_until_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
