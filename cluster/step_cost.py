@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Self
 
 from cluster.pb import worker_pb2
@@ -77,7 +77,7 @@ class StepCost:
 
     @classmethod
     def from_proto(cls, cost: worker_pb2.StepCost) -> Self:
-        return cls(**{field.name: getattr(cost, field.name) for field in fields(cls)})
+        return cls(cost.fixed_s, cost.prompt_token_s, cost.attended_s, cost.sequence_s, cost.kv_token_s)
 
     def to_proto(self) -> worker_pb2.StepCost:
         return worker_pb2.StepCost(**vars(self))

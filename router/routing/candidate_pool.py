@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import reduce
 from itertools import islice
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
@@ -92,7 +93,8 @@ class _Member(NamedTuple):
 
 
 class CandidatePool(Sequence[C]):
-    """A sequence in the order of ids. `touch` a worker whose load or costs have changed, `add` one whose size has."""
+    """A sequence in the order of ids. `touch` a worker whose load has changed, `place` one whose costs have, `add` one
+    whose size has."""
 
     def __init__(self, candidates: Iterable[C] = (), *, revision: str | None = None) -> None:
         """`revision`: all have these weights; None: any."""
@@ -106,7 +108,7 @@ class CandidatePool(Sequence[C]):
         self._by_id: dict[str, C] = {}
         self._members: dict[str, _Member] = {}
         self._costs: dict[str, StepCost] = {}
-        """Of those that have measured it."""
+        """Of those that have measured it; where weights are mixed, those of each revision keep their own."""
         self._usual_cost = UsualCost()
         self._caches: dict[tuple[Holders, int], int] = {}
         """Tables and block sizes, with the bits of the workers that have them."""
@@ -208,17 +210,18 @@ class CandidatePool(Sequence[C]):
     @property
     def usual_cost(self) -> UsualCost:
         """Of all that have measured what their steps cost."""
-        self._replace_changed()
-        return self._usual_cost
+        if not self._is_mixed:
+            self._replace_changed()
+            return self._usual_cost
+        each = [pool.usual_cost for pool in self._by_revision.values()]
+        return reduce(UsualCost.merge, each) if each else UsualCost()
 
     def add(self, candidate: C) -> None:
         """Adds a worker, or takes over what has changed of one that is here."""
         worker_id = candidate.worker_id
         member = _Member.of(candidate)
         if candidate in self and self._members[worker_id] == member:
-            self._place(candidate)
-            if self._is_mixed:
-                self._by_revision[member.weights_revision].add(candidate)
+            self.place(candidate)
             return
         self.discard(candidate)
         self._members[worker_id], self._by_id[worker_id] = member, candidate
@@ -251,8 +254,14 @@ class CandidatePool(Sequence[C]):
         """Whether a worker that is here counts for what it has now."""
         return self._members.get(candidate.worker_id) == _Member.of(candidate)
 
+    def place(self, candidate: C) -> None:
+        """The costs of a worker that is here have changed."""
+        self._place(candidate)
+        if self._is_mixed:
+            self._by_revision[self._members[candidate.worker_id].weights_revision].place(candidate)
+
     def touch(self, worker_id: str) -> None:
-        """The load or the costs of a worker have changed; without effect for one that is not here."""
+        """The load of a worker has changed; without effect for one that is not here."""
         member = self._members.get(worker_id)
         if member is None:
             return
@@ -268,7 +277,8 @@ class CandidatePool(Sequence[C]):
         self._changed.clear()
 
     def _place(self, candidate: C) -> None:
-        self._take_cost(candidate.worker_id, candidate.step_cost)
+        if not self._is_mixed:
+            self._take_cost(candidate.worker_id, candidate.step_cost)
         for ranking in self._rankings.values():
             ranking.place(candidate)
 

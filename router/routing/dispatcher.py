@@ -205,6 +205,7 @@ class Dispatcher:
     def set_workers(self, addresses: Iterable[WorkerAddress]) -> None:
         """Makes these the complete set, with these roles."""
         self.fleet.set_workers(addresses)
+        self.fleet.start()
         self._stalls.start()
         self._slow.start()
         self._on_usable()

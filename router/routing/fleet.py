@@ -10,6 +10,7 @@ import asyncio
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from cluster import rpc
 from cluster.errors import ConfigError
@@ -18,12 +19,14 @@ from cluster.text import ROLE_NUMBERS
 from cluster.tls import ClientTls
 from router.routing.candidate_pool import CandidatePool
 from router.routing.prefix_index import Holders
-from router.routing.worker_client import Speed, WorkerCallbacks, WorkerClient
+from router.routing.worker_client import TICK_S, Speed, WorkerCallbacks, WorkerClient
 
 PREFILL = worker_pb2.ROLE_PREFILL
 DECODE = worker_pb2.ROLE_DECODE
 
 
+MOST_AT_ONCE = 256
+"""Workers whose silence is counted in one piece."""
 MakeClient = Callable[..., WorkerClient]
 """Makes the client of a worker (`WorkerClient`), or one that is simulated."""
 
@@ -92,6 +95,8 @@ class Fleet:
         self._removed: dict[WorkerClient, None] = {}
         """In the order in which they were removed."""
         self._closing: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._last_tick = 0.0
 
     def __iter__(self) -> Iterator[WorkerClient]:
         """Named workers, by id."""
@@ -132,7 +137,7 @@ class Fleet:
         return changed
 
     def _on_worker(self, worker: WorkerClient) -> None:
-        """Takes over what has changed of a worker: whether it may get new work, and which, or only what that costs."""
+        """Takes over what has changed of a worker: whether it may get new work, and which."""
         last, pool = self._pools.get(worker), self._pool_for(worker)
         if last is None or last is not pool or not last.has_sizes_of(worker):
             self._changed[worker.worker_id] = None
@@ -143,6 +148,11 @@ class Fleet:
         if pool is not None:
             self._pools[worker] = pool
             pool.add(worker)
+
+    def _on_cost(self, worker: WorkerClient) -> None:
+        pool = self._pools.get(worker)
+        if pool is not None:
+            pool.place(worker)
 
     def _pool_for(self, worker: WorkerClient) -> CandidatePool[WorkerClient] | None:
         if self._workers.get(worker.worker_id) is not worker or not worker.can_take_work:
@@ -209,7 +219,7 @@ class Fleet:
                 )
                 worker.is_draining, worker.changed_settings = address.is_draining, self._changed_settings
                 self._workers[address.worker_id] = worker
-                worker.on_change = self._on_worker
+                worker.on_change, worker.on_cost = self._on_worker, self._on_cost
                 self._on_worker(worker)
                 worker.start()
         self._in_order = sorted(self._workers.values(), key=lambda worker: worker.worker_id)
@@ -225,6 +235,27 @@ class Fleet:
             worker.changed_settings = self._changed_settings
             worker.send(self._changed_settings)
 
+    def start(self) -> None:
+        """From now on silent workers are taken as lost, until `close`. No effect the second time."""
+        if self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._last_tick, self._timer = loop.time(), loop.call_later(TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        elapsed_s, self._last_tick = now - self._last_tick, now
+        self._timer = loop.call_later(TICK_S, self._tick)
+        self._tick_some(iter([*self._in_order, *self._removed]), elapsed_s)
+
+    def _tick_some(self, workers: Iterator[WorkerClient], elapsed_s: float) -> None:
+        """Counts the silence of so many at once as hold nobody up, that of the others after what is due meanwhile."""
+        some = list(islice(workers, MOST_AT_ONCE))
+        for worker in some:
+            worker.tick(elapsed_s)
+        if len(some) == MOST_AT_ONCE:
+            asyncio.get_running_loop().call_soon(self._tick_some, workers, elapsed_s)
+
     def close_idle(self) -> None:
         """Closes the connections of removed workers that have no request any more."""
         for worker in [w for w in self._removed if not self._num_requests(w)]:
@@ -233,6 +264,8 @@ class Fleet:
 
     async def close(self) -> None:
         """Ends every session."""
+        if self._timer is not None:
+            self._timer.cancel()
         for worker in [*self._workers.values(), *self._removed]:
             self._close(worker)
         self._workers.clear()

@@ -19,8 +19,9 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from cluster.step_cost import usual
+from cluster.step_cost import StepCost, usual
 from router.routing.fleet import Fleet
 from router.routing.load_tracker import LoadTracker
 from router.routing.worker_client import HEARTBEAT_S, Event, WorkerClient
@@ -39,8 +40,7 @@ FEWEST_BEATS = 2
 """... but not before it has missed this many of its own heartbeats."""
 
 
-@dataclass(frozen=True)
-class Watched:
+class Watched(NamedTuple):
     """A ready worker, as of now."""
 
     worker_id: str
@@ -102,25 +102,35 @@ class StallDetector:
         longest_s = MOST_TICKS_AT_ONCE * TICK_S
         return record is not None and record.engine_s + longest_s > LIVELY * self._limit_s
 
+    @property
+    def suspects(self) -> list[str]:
+        """Ids, as of the last tick."""
+        return [worker_id for worker_id, record in self._records.items() if record.suspicion]
+
     def tick(self, elapsed_s: float, watched: Iterable[Watched]) -> Findings:
         """`elapsed_s`: since the tick before. Workers that are not watched are forgotten."""
         elapsed_s = min(elapsed_s, MOST_TICKS_AT_ONCE * TICK_S)
         now = {w.worker_id: w for w in watched}
-        self._records = {worker_id: self._records.get(worker_id, _Record()) for worker_id in now}
-        trusted = frozenset(i for i, record in self._records.items() if _is_trusted_again(record))
-        for worker_id, record in self._records.items():
-            self._count(record, now[worker_id], elapsed_s)
+        last = self._records
+        self._records = {worker_id: last.get(worker_id) or _Record() for worker_id in now}
+        trusted = [i for i, record in self._records.items() if record.suspicion and _is_trusted_again(record)]
+        for record, worker in zip(self._records.values(), now.values(), strict=True):
+            self._count(record, worker, elapsed_s)
         suspected = {}
         for worker_id, record in self._records.items():
-            if not record.suspicion and record.lateness >= 1 and self._is_alone(worker_id, now):
+            if record.lateness >= 1 and not record.suspicion and self._is_alone(worker_id, now):
                 record.is_process_silent = record.process_s >= self._limit_s
                 record.suspicion = suspected[worker_id] = self._why(record, now[worker_id])
-        return Findings(suspected, trusted)
+        return Findings(suspected, frozenset(trusted))
 
     def _count(self, record: _Record, worker: Watched, elapsed_s: float) -> None:
-        record.process_s = elapsed_s + (0.0 if record.has_message else record.process_s)
-        record.engine_s = elapsed_s + (0.0 if record.has_tokens else record.engine_s) if worker.owes_tokens else 0.0
-        record.lateness = max(record.process_s / self._limit_s, record.engine_s / self._engine_limit_s(worker))
+        record.process_s = elapsed_s if record.has_message else record.process_s + elapsed_s
+        record.lateness = record.process_s / self._limit_s
+        if worker.owes_tokens:
+            record.engine_s = elapsed_s if record.has_tokens else record.engine_s + elapsed_s
+            record.lateness = max(record.lateness, record.engine_s / self._engine_limit_s(worker))
+        else:
+            record.engine_s = 0.0
         record.lively_s = record.lively_s + elapsed_s if record.lateness <= LIVELY else 0.0
         record.has_message = record.has_progress = record.has_tokens = False
 
@@ -202,25 +212,31 @@ class StallWatch:
         elapsed_s, self._last_tick = now - self._last_tick, now
         self._schedule()
         findings = self._detector.tick(elapsed_s, self._watched())
-        for worker in [w for w in self._fleet if w.worker_id in findings.trusted]:
-            log.info("worker %s makes progress again", worker.worker_id)
-            worker.is_suspect = False
-        for worker in [w for w in self._fleet if w.worker_id in findings.suspected]:
-            log.warning("worker %s is suspected to stall: %s", worker.worker_id, findings.suspected[worker.worker_id])
-            worker.is_suspect = True
-        for worker in [w for w in self._fleet if w.is_suspect]:
-            self._on_suspect(worker)
+        for worker_id in sorted(findings.trusted):
+            log.info("worker %s makes progress again", worker_id)
+            self._fleet[worker_id].is_suspect = False
+        for worker_id, why in findings.suspected.items():
+            log.warning("worker %s is suspected to stall: %s", worker_id, why)
+            self._fleet[worker_id].is_suspect = True
+        for worker in [self._fleet[worker_id] for worker_id in self._detector.suspects]:
+            if worker.is_suspect:
+                self._on_suspect(worker)
         if findings.trusted or findings.suspected:
             self._on_change()
 
     def _watched(self) -> Iterator[Watched]:
-        ready = [worker for worker in self._fleet if worker.is_ready]
-        silent = {worker.worker_id for worker in ready if self._detector.is_silent(worker.worker_id)}
-        known = [cost for worker in ready if silent and (cost := worker.step_cost) is not None]
-        mean = usual(known) if known else None
-        for worker in ready:
+        mean: StepCost | None = None
+        for worker in self._fleet:
+            if not worker.is_ready:
+                continue
             load, step_s = self._loads[worker.worker_id], None
-            if mean is not None and worker.worker_id in silent:
-                step_s = (worker.step_cost or mean).filled(mean).of(load.sequences + load.prompts)
             owes_tokens = load.decoding.num_sequences > 0 and self._owes_tokens(worker)
+            if owes_tokens and self._detector.is_silent(worker.worker_id):
+                mean = mean or self._mean_cost()
+                if mean is not None:
+                    step_s = (worker.step_cost or mean).filled(mean).of(load.sequences + load.prompts)
             yield Watched(worker.worker_id, owes_tokens, step_s)
+
+    def _mean_cost(self) -> StepCost | None:
+        known = [cost for worker in self._fleet if worker.is_ready and (cost := worker.step_cost) is not None]
+        return usual(known) if known else None

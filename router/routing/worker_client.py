@@ -3,7 +3,8 @@
     CONNECTING -> READY (WorkerInfo has come) -> LOST (the stream broke) -> CONNECTING ...
 
 A broken stream loses everything that was admitted on it: the worker cancels those requests, and `on_lost` is called
-once. A silent stream counts as broken: a worker sends a batch twice a second, if only an empty one.
+once. A silent stream counts as broken: a worker sends a batch twice a second, if only an empty one. Its silence is
+counted by whoever calls `tick`.
 Knows no request: it sends commands and passes events on. It keeps what the worker reports of itself: its identity, its
 load and what its prefix cache holds; a lost worker's cache is forgotten.
 """
@@ -17,7 +18,6 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -25,7 +25,7 @@ import grpc
 from cluster import rpc
 from cluster.crash_record import Crash, CrashReader
 from cluster.errors import BatonError, FailedPrecondition
-from cluster.failure_detector import FailureDetector, FailureTimeouts, Liveness
+from cluster.failure_detector import TICKS_PER_HEARTBEAT, FailureDetector, FailureTimeouts, Liveness
 from cluster.pb import admin_pb2, worker_pb2, worker_pb2_grpc
 from cluster.protocol import check_protocol, inside_metadata
 from cluster.step_cost import StepCost
@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 HEARTBEAT_S = 0.5
+TICK_S = HEARTBEAT_S / TICKS_PER_HEARTBEAT
 DEAD_AFTER_S = 3.0
 FIRST_BACKOFF_S = 0.1
 LONGEST_BACKOFF_S = 2.0
@@ -117,7 +118,9 @@ class WorkerClient:
         self._open_channel = open_channel
         self._rng = rng or random.Random()
         self.on_change: Callable[[WorkerClient], None] = lambda worker: None
-        """Called when it may get other work than before, or its steps have another cost."""
+        """Called when it may get other work than before."""
+        self.on_cost: Callable[[WorkerClient], None] = lambda worker: None
+        """Called when its steps have another cost than before."""
         self._tls = tls
         self._token = token
         self.worker_id = worker_id
@@ -153,10 +156,11 @@ class WorkerClient:
         self._commands: deque[worker_pb2.Command] = deque()
         self._has_commands = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._timeouts = FailureTimeouts(
-            heartbeat_s=HEARTBEAT_S, suspect_after_s=dead_after_s, dead_after_s=dead_after_s
+        self._detector = FailureDetector(
+            FailureTimeouts(heartbeat_s=HEARTBEAT_S, suspect_after_s=dead_after_s, dead_after_s=dead_after_s)
         )
-        self._detector = FailureDetector(self._timeouts)
+        self._stream: Any = None
+        """The call of the session; None while there is none."""
         self._why_ended = ""
         """Why this side ended the stream; empty: it did not."""
 
@@ -192,6 +196,12 @@ class WorkerClient:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+
+    def tick(self, elapsed_s: float) -> None:
+        """Call it every `TICK_S`: the session of a ready worker that is silent for too long ends. Before its info has
+        come, a worker may take its time."""
+        if self._stream is not None and self._detector.tick(elapsed_s) is Liveness.DEAD and self.is_ready:
+            self._end(f"it has been silent for {self._detector.silence_s:.1f} s")
 
     def send(self, command: worker_pb2.Command) -> None:
         """Queues a command; dropped while no session is up, as the worker then runs nothing of this router."""
@@ -232,10 +242,10 @@ class WorkerClient:
         """Returns when the stream ends; raises AioRpcError when it breaks. It ends with whatever serves it here."""
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         call: Any = stub.Session(wait_for_ready=True, metadata=inside_metadata(self._token))
-        self._why_ended = ""
-        helpers = [asyncio.create_task(self._write(call)), asyncio.create_task(self._watch())]
-        for helper in helpers:
-            helper.add_done_callback(partial(self._end, call))
+        self._stream, self._why_ended = call, ""
+        self._detector.heard()
+        writing = asyncio.create_task(self._write(call))
+        writing.add_done_callback(self._on_writing_ended)
         try:
             async for batch in call:
                 self._detector.heard()
@@ -246,33 +256,21 @@ class WorkerClient:
                 raise
             log.warning("worker %s is taken as lost: %s", self.worker_id, self._why_ended)
         finally:
-            for helper in helpers:
-                helper.cancel()
+            self._stream = None
+            writing.cancel()
             call.cancel()
-            await asyncio.gather(*helpers, return_exceptions=True)
+            await asyncio.gather(writing, return_exceptions=True)
 
-    async def _watch(self) -> None:
-        """Returns when a ready worker falls silent; before its info has come, it may take its time."""
-        self._detector.heard()
-        clock = asyncio.get_running_loop().time
-        last = clock()
-        while True:
-            await asyncio.sleep(self._timeouts.tick_s)
-            now = clock()
-            if self._detector.tick(now - last) is Liveness.DEAD and self.is_ready:
-                return
-            last = now
+    def _on_writing_ended(self, writing: asyncio.Task[None]) -> None:
+        """A stream that broke is over, and says why itself."""
+        error = None if writing.cancelled() else writing.exception()
+        if error is not None:
+            self._end(f"its session failed: {type(error).__name__}: {error}")
 
-    def _end(self, call: Any, helper: asyncio.Task[None]) -> None:
-        """Ends the stream with the task that wrote to it or watched it. One that broke is over, and says why itself."""
-        if helper.cancelled():
-            return
-        error = helper.exception()
-        if error is None:
-            self._why_ended = f"it has been silent for {self._detector.silence_s:.1f} s"
-        else:
-            self._why_ended = f"its session failed: {type(error).__name__}: {error}"
-        call.cancel()
+    def _end(self, why: str) -> None:
+        if self._stream is not None:
+            self._why_ended = why
+            self._stream.cancel()
 
     async def _write(self, call: Any) -> None:
         """Raises when the stream breaks, or a command cannot be sent."""
@@ -325,7 +323,7 @@ class WorkerClient:
         step_cost = StepCost.from_proto(stats.step_cost) if stats.HasField("step_cost") else None
         if step_cost != self.step_cost:
             self.step_cost = step_cost
-            self.on_change(self)
+            self.on_cost(self)
 
     def _on_cache(self, events: worker_pb2.CacheEvents) -> None:
         if self.prefix_index is not None and not self.prefix_index.apply(events):

@@ -10,10 +10,11 @@ from candidates import FakeCandidate
 from wired_router import ManualClock, WiredRouter, run
 
 from cluster.pb import worker_pb2
+from cluster.step_cost import StepCost
 from router.routing.candidate_pool import MOST_CHANGED, CandidatePool
 from router.routing.fleet import DECODE, PREFILL
 from router.routing.migration import why_emptied
-from router.routing.worker_client import Speed
+from router.routing.worker_client import Speed, WorkerClient
 
 WORKERS = [FakeCandidate(f"w{i:02}", kv_tokens=10 * i, max_num_seqs=i, weights_revision="ab"[i % 2]) for i in range(9)]
 
@@ -134,5 +135,25 @@ def test_only_workers_that_have_changed_are_looked_at_for_requests_that_should_m
         assert list(dispatcher.fleet.take_changed()) == ["d1"] and why_emptied(router.workers["d1"])
         router.workers["d1"].emit(worker_pb2.Event(stats=worker_pb2.WorkerStats()))
         assert not dispatcher.fleet.take_changed()
+
+    run(scenario)
+
+
+def test_what_workers_report_of_their_steps_is_in_the_pools_at_once() -> None:
+    async def scenario(clock: ManualClock) -> None:
+        router = WiredRouter(clock, ["d0", "d1"])
+        decode = router.dispatcher.fleet.candidates()[1]
+        assert next(decode.ranked(fixed_s)).worker_id == "d0"
+        for worker_id, step_s in (("d0", 0.5), ("d1", 0.25)):
+            cost = worker_pb2.StepCost(fixed_s=step_s, sequence_s=0.5)
+            router.workers[worker_id].emit(worker_pb2.Event(stats=worker_pb2.WorkerStats(step_cost=cost)))
+        assert next(decode.ranked(fixed_s)).worker_id == "d1"
+        usual = [pool.usual_cost.value for pool in (decode, decode.of_revision(""))]
+        assert usual == [StepCost(0.375, 0.0, 0.0, 0.5, 0.0)] * 2
+        router.workers["d1"].emit(worker_pb2.Event(stats=worker_pb2.WorkerStats()))
+        assert decode.usual_cost.value == router.workers["d0"].step_cost
+
+    def fixed_s(worker: WorkerClient) -> float:
+        return 0.0 if worker.step_cost is None else worker.step_cost.fixed_s
 
     run(scenario)

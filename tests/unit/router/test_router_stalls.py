@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 import pytest
@@ -14,6 +15,7 @@ from wired_router import ManualClock, WiredRouter, admit_of, cancelled, known, l
 from cluster.pb import worker_pb2
 from cluster.step_cost import StepCost
 from router.routing.stalls import TICK_S, Findings, StallDetector, Watched
+from router.routing.worker_client import WorkerClient
 
 LIMIT_S = 1.0
 STEP_S = 0.02
@@ -139,6 +141,25 @@ async def be_silent(router: WiredRouter, clock: ManualClock, silent: Iterable[st
             if worker_id not in silent and worker.is_ready:
                 worker.emit()
         await clock.advance(TICK_S)
+
+
+def test_the_silence_of_each_worker_is_counted_a_few_at_a_time_also_of_one_that_is_removed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario(clock: ManualClock) -> None:
+        ids = ["p0", *(f"d{i}" for i in range(7))]
+        router = WiredRouter(clock, ids)
+        reach(router, "dispatched")
+        router.name(ids[:1] + ids[2:])
+        counted.clear()
+        for _ in range(8):
+            await clock.advance(TICK_S)
+        assert counted == dict.fromkeys(ids, 8 * TICK_S)
+
+    counted = Counter[str]()
+    monkeypatch.setattr("router.routing.fleet.MOST_AT_ONCE", 3)
+    monkeypatch.setattr(WorkerClient, "tick", lambda self, elapsed_s: counted.update({self.worker_id: elapsed_s}))
+    run(scenario)
 
 
 def test_what_decodes_on_a_worker_that_stands_still_goes_on_elsewhere() -> None:
