@@ -19,8 +19,8 @@ from simulate.model import END_TOKEN, VOCAB, seed_of
 from simulate.router import RouterLost, SimulatedRouter
 from simulate.virtual_loop import VirtualLoop
 
-MOST_CALLS = 40
-"""Calls for one generation; more are taken for a livelock."""
+MOST_CALLS = 100
+"""Calls for one generation, which last longer than any store is away; more are taken for a livelock."""
 LEAST_PAUSE_S, MOST_PAUSE_S = 0.05, 0.5
 """Before a client calls again."""
 
@@ -138,6 +138,7 @@ class ApiClient:
         else:
             spec.stopping.include_stop_in_output = True
         spec.output.text, spec.output.token_ids = bool(request.stop), True
+        spec.cache.bypass_prefix_cache = request.bypass_prefix_cache
         if request.may_resume:
             spec.resume.SetInParent()
         return spec

@@ -43,6 +43,8 @@ class SimRequest:
     """Ends an output where its text has it; empty: nothing does, and no text is wanted."""
     may_resume: bool = False
     """Its client goes on at another router when its own is lost."""
+    bypass_prefix_cache: bool = False
+    """It shares no KV with other requests."""
     returns_after_s: float | None = None
     """A client that has left, and may resume, comes back so long after that; None: it does not."""
 
@@ -138,6 +140,8 @@ class RequestOutcome:
         request, number = self.request, self.number
         prompt, num_output = request.shape.prompt(VOCAB, seed, number), request.num_output_tokens
         assert self.is_complete == self.is_finished, f"request {number} was told another end than it had"
+        shares_none = request.bypass_prefix_cache and self.num_attempts < 2
+        assert not (shares_none and self.num_cached_tokens), f"request {number} found KV of others in a prefix cache"
         for index, told in enumerate(self.told):
             expected = undisturbed(prompt, num_output, index)
             if request.may_end_early:
@@ -292,7 +296,7 @@ def _validated(number: int, request: SimRequest, prompt: tuple[int, ...]) -> Val
         wants_timing=False,
         stream_interval_tokens=None,
         cache_salt=request.tenant.encode(),
-        bypass_prefix_cache=False,
+        bypass_prefix_cache=request.bypass_prefix_cache,
         queue_timeout_s=None,
         priority=request.priority,
         prompt_logprobs=None,

@@ -17,10 +17,25 @@ from simulate.virtual_loop import VirtualLoop
 from simulate.worker import SimulatedWorker, WorkerSpec
 
 WORKER_FAULTS = ("worker died", "worker stopped", "engine hung", "worker slow", "machine died")
+LABEL_FAULTS = ("worker drained", "role changed")
+"""Routers are told so of a worker; what decodes there is handed over to others as it is."""
 ROUTER_FAULTS = ("router died", "store away", "store mute")
 """A mute store does what it is asked for, and its answers are lost."""
 NETWORK_FAULTS = ("link cut", "link silent", "messages late")
-RATED_FAULTS = ("gather failed", "transfer failed", "damaged")
+RATED_FAULTS = (
+    "gather failed",
+    "transfer failed",
+    "send failed",
+    "receive failed",
+    "landing torn",
+    "damaged",
+    "pair did not open",
+    "link refused",
+    "message lost",
+    "message doubled",
+)
+"""A transfer fails on both sides, a send and a receive on one; a torn landing is one that failed and has written. The
+last three befall hand-off streams."""
 MOST_LATE = 200.0
 """Times its usual latency that a late message takes, at most."""
 
@@ -42,6 +57,7 @@ class Stage(Protocol):
     def random(self) -> random.Random: ...
     def start(self, spec: WorkerSpec) -> SimulatedWorker: ...
     def start_router(self, name: str) -> SimulatedRouter: ...
+    def label(self, worker_id: str, role: str, *, is_draining: bool = False) -> None: ...
     def count(self, fault: str) -> None: ...
 
 
@@ -64,6 +80,8 @@ class FaultEvent:
             has_struck = self._strike_network(stage)
         elif self.kind in ROUTER_FAULTS:
             has_struck = self._strike_router(stage)
+        elif self.kind in LABEL_FAULTS:
+            has_struck = self._strike_label(stage, stage.workers[self.worker_id].spec.role)
         else:
             has_struck = self._strike_worker(stage, stage.workers[self.worker_id])
         if has_struck:
@@ -91,6 +109,13 @@ class FaultEvent:
     def _kill(self, stage: Stage, worker: SimulatedWorker) -> None:
         worker.die()
         stage.loop.call_later(self.for_s, stage.start, worker.spec)
+
+    def _strike_label(self, stage: Stage, role: str) -> bool:
+        is_drained = self.kind == "worker drained"
+        other = role if is_drained else {"prefill": "decode", "decode": "prefill"}[role]
+        stage.label(self.worker_id, other, is_draining=is_drained)
+        stage.loop.call_later(self.for_s, stage.label, self.worker_id, role)
+        return True
 
     def _strike_router(self, stage: Stage) -> bool:
         running = [router for router in stage.routers.values() if not router.is_dead]
@@ -135,7 +160,7 @@ class FaultPlan:
         cls, rng: random.Random, worker_ids: Sequence[str], until_s: float, *, has_routers: bool = False
     ) -> FaultPlan:
         """Some faults of some kinds, none of which lasts beyond `until_s` seconds. `has_routers`: that may die."""
-        possible = WORKER_FAULTS + NETWORK_FAULTS + (ROUTER_FAULTS if has_routers else ())
+        possible = WORKER_FAULTS + LABEL_FAULTS + NETWORK_FAULTS + (ROUTER_FAULTS if has_routers else ())
         kinds = rng.sample(possible, rng.randint(1, 4))
         events = []
         for _ in range(rng.randint(1, 8)):
@@ -144,4 +169,5 @@ class FaultPlan:
             worker_id, factor = rng.choice(worker_ids), rng.choice((2.0, 5.0, 30.0))
             events.append(FaultEvent(at_s, rng.choice(kinds), for_s, worker_id, factor))
         rates = {name: rng.choice((0.0, 0.0, 0.01, 0.05)) for name in RATED_FAULTS}
+        rates["landing torn"] *= 10  # of the landings that fail
         return cls(tuple(events), rates, until_s)

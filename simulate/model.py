@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from engine.sampling.params import SampledToken, SampleRow, SamplingParams
 from engine.step_input import IntArray, StepInput
@@ -20,8 +21,13 @@ VOCAB = 65_521
 END_TOKEN = VOCAB
 """Ends an output before its client's limit."""
 
+LayerArray = npt.NDArray[np.int64]
 Done = Callable[..., None]
 """Called when a transfer has ended, with how."""
+
+
+MOST_LAYERS = 62
+"""Each is a bit."""
 
 
 class PageAlarm(AssertionError):
@@ -93,33 +99,46 @@ class SimulatedStep:
 
 
 class KvPages:
-    """The KV pool of one worker: a number for each token slot, and how many of its layers are there."""
+    """The KV pool of one worker: a number for each token slot, and which of its layers are there."""
 
     def __init__(self, num_blocks: int, block_size: int, num_layers: int) -> None:
+        """Raises ValueError for more than `MOST_LAYERS`."""
+        if not 0 < num_layers <= MOST_LAYERS:
+            raise ValueError(f"simulated KV has 1 to {MOST_LAYERS} layers, not {num_layers}")
         self.block_size = block_size
         self.num_layers = num_layers
         self._states: StateArray = np.zeros(num_blocks * block_size, dtype=np.uint64)
-        self._layers = np.zeros(num_blocks * block_size, dtype=np.int16)
+        self._all_layers = (1 << num_layers) - 1
+        self._layers: LayerArray = np.zeros(num_blocks * block_size, dtype=np.int64)
 
     def write_step(self, step: StepInput) -> StateArray:
         """Computes a step's tokens; returns the KV of each sequence's last one, [S]."""
         for source, target in step.block_copies.tolist():
             self._copy_block(source, target)
         states = states_after(self._before(step), step.token_ids, step.cu_seqlens_q)
-        self._store(step.slot_mapping, states, self.num_layers)
+        self._store(step.slot_mapping, states, self._all_layers)
         last: StateArray = states[step.cu_seqlens_q[1:] - 1]
         return last
 
     def check_step(self, step: StepInput, last: StateArray) -> None:
         """Raises PageAlarm where something else has written over what a step wrote."""
         slots = step.slot_mapping[step.cu_seqlens_q[1:] - 1]
-        if (self._states[slots] != last).any() or (self._layers[slots] != self.num_layers).any():
+        if (self._states[slots] != last).any() or (self._layers[slots] != self._all_layers).any():
             raise PageAlarm("pages of a step were written over before it had ended")
+
+    def tear(self, block_table: Sequence[int], start: int, end: int) -> None:
+        """What a landing leaves that failed half-way: nothing that anybody may read."""
+        self._layers[self._slots(block_table, start, end)] = 0
+
+    def check_apart(self, step: StepInput, block_table: Sequence[int], start: int, end: int) -> None:
+        """Raises PageAlarm where tokens are read that a step has not written yet, which is under way."""
+        if np.isin(self._slots(block_table, start, end), step.slot_mapping).any():
+            raise PageAlarm("a gather reads layers that its step has not written yet")
 
     def read(self, block_table: Sequence[int], start: int, end: int) -> StateArray:
         """The KV of the token before `start` (0: there is none) and of tokens [start, end) of a sequence; a copy."""
         slots = self._slots(block_table, max(0, start - 1), end)
-        if (self._layers[slots] != self.num_layers).any():
+        if (self._layers[slots] != self._all_layers).any():
             raise PageAlarm("KV is handed over that was never written, or of which some layers have not landed")
         states: StateArray = self._states[slots]
         return states if start else np.concatenate([np.zeros(1, dtype=np.uint64), states])
@@ -128,20 +147,17 @@ class KvPages:
         """Writes what another worker has `read`: layers [first, end) of tokens from `start` on."""
         slots = self._slots(block_table, start, start + len(states) - 1)
         first, end = layers
-        if first:
-            is_same = (self._layers[slots] == first) & (self._states[slots] == states[1:])
-            if not is_same.all():
-                raise PageAlarm(f"layers from {first} on land on KV of other tokens, or before those below them")
-        self._store(slots, states[1:], end)
+        before = np.where(self._states[slots] == states[1:], self._layers[slots], 0)
+        self._store(slots, states[1:], before | ((1 << end) - (1 << first)))
 
     def guarded(self, block_table: Sequence[int], start: int, end: int, done: Done) -> Done:
         """Returns what is called in place of `done` when a transfer that began now has done with these tokens."""
         return done
 
-    def _store(self, slots: IntArray, states: StateArray, end: int) -> None:
-        """Writes layers up to `end` of some tokens."""
+    def _store(self, slots: IntArray, states: StateArray, layers: LayerArray | int) -> None:
+        """Writes some tokens, of which these layers are there then."""
         self._states[slots] = states
-        self._layers[slots] = end
+        self._layers[slots] = layers
 
     def _before(self, step: StepInput) -> StateArray:
         """The KV of the token before each sequence's first new one, [S]."""
@@ -150,7 +166,7 @@ class KvPages:
         slots = step.block_tables[rows, places // self.block_size] * self.block_size + places % self.block_size
         has_none = places < 0
         slots[has_none] = 0
-        if (self._layers[slots] != self.num_layers)[~has_none].any():
+        if (self._layers[slots] != self._all_layers)[~has_none].any():
             raise PageAlarm("a step reads KV that was never written, or of which some layers have not landed")
         before: StateArray = self._states[slots]
         before[has_none] = 0

@@ -23,6 +23,7 @@ from simulate.wire import Cores, Lane
 
 CONNECT_AGAIN_S = 0.1
 """A call that waits until its server is there looks for it so often."""
+NUMBERED = "Connect"  # hand-off streams, whose messages have numbers
 
 Status = tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]]
 """How a call ended: code, details, trailers."""
@@ -44,12 +45,14 @@ class _Aborted(Exception):
 
 
 class OneWay:
-    """One direction of a stream: messages on their way, and those that have arrived. It has one reader."""
+    """One direction of a stream: messages on their way, and those that have arrived. It has one reader, which notices
+    what is missing or comes twice where messages are numbered."""
 
-    def __init__(self, network: Network, source: str, target: str) -> None:
+    def __init__(self, network: Network, source: str, target: str, *, is_numbered: bool) -> None:
         self._network = network
         self._loop = network.loop
         self._way = source, target
+        self._is_numbered = is_numbered
         self._arrived: deque[Any] = deque()
         self._last_at = 0.0
         self._under_way: deque[Callable[[], None]] = deque()
@@ -59,7 +62,11 @@ class OneWay:
         """Set once no message will arrive any more; those that have arrived are read first."""
 
     def send(self, message: Any) -> None:
-        self._later(self._arrive, message)
+        strikes = self._network.strikes
+        if not (self._is_numbered and strikes("message lost")):
+            self._later(self._arrive, message)
+        if self._is_numbered and strikes("message doubled"):
+            self._loop.call_later(5 * self._network.latency_s, self._later, self._arrive, message)
 
     def end(self, status: Status) -> None:
         """The last thing that is sent."""
@@ -128,15 +135,16 @@ class SimulatedCall:
 
     def __init__(self, caller: Host, address: str, method: str, requests: Any, metadata: Any, waits: bool) -> None:
         self._caller = caller
-        self._callee: Host | None = None
+        self.callee: Host | None = None
         self._address = address
         self._method = method
         self._waits = waits
         self._is_cancelled = False
         network = caller.network
         self._loop = network.loop
-        self._to_server = OneWay(network, caller.address, address)
-        self._to_client = OneWay(network, address, caller.address)
+        self._is_numbered = method == NUMBERED
+        self._to_server = OneWay(network, caller.address, address, is_numbered=self._is_numbered)
+        self._to_client = OneWay(network, address, caller.address, is_numbered=self._is_numbered)
         self._context = ServerContext(metadata)
         self._server: asyncio.Task[None] | None = None
         self._sender = None if requests is None else self._loop.create_task(self._send_all(requests))
@@ -147,9 +155,6 @@ class SimulatedCall:
     def way(self) -> tuple[str, str]:
         """The addresses of both sides."""
         return self._caller.address, self._address
-
-    def is_served_by(self, host: Host) -> bool:
-        return self._callee is host
 
     # The client's side
 
@@ -206,8 +211,10 @@ class SimulatedCall:
         if self._is_cancelled:
             return
         callee = self._caller.network.hosts.get(self._address)
-        if callee is not None and callee.servicer is not None:
-            self._callee = callee
+        if self._is_numbered and self._caller.network.strikes("link refused"):
+            self._to_client.cut((grpc.StatusCode.FAILED_PRECONDITION, "the layouts differ", ()))
+        elif callee is not None and callee.servicer is not None:
+            self.callee = callee
             callee.calls[self] = None
             self._server = self._loop.create_task(self._serve(callee.servicer))
         elif self._waits:
@@ -239,13 +246,13 @@ class SimulatedCall:
             self._server.cancel()
 
     def _close_server(self) -> None:
-        if self._callee is not None:
-            self._callee.calls.pop(self, None)
+        if self.callee is not None:
+            self.callee.calls.pop(self, None)
         self._context.close()
 
     def sever(self) -> None:
         """The connection breaks: each side learns of it at once, and what was under way is lost."""
-        if self._callee is not None:
+        if self.callee is not None:
             self._to_server.cut(GONE)
             self._to_client.cut(GONE)
             self._stop_server()
@@ -334,7 +341,6 @@ class Host:
         self.network.hosts[self.address] = self
 
     def channel(self, address: str, **_: Any) -> Any:
-        """`cluster.rpc.OpenChannel`."""
         return Channel(self, address)
 
     def close(self) -> None:
@@ -347,9 +353,9 @@ class Host:
 
 
 class Network:
-    """All hosts of a cluster. A message takes `latency_s`, times `lateness`, unless its way is silent or its receiver
-    has stopped: then it arrives after that. With `cores` the latency is what programs compute for it there, and
-    neither lateness nor silence is known."""
+    """All hosts of a cluster. A message takes `latency_s`, times `spread` and `lateness`, unless its way is silent or
+    its receiver has stopped: then it arrives after that. With `cores` the latency is what programs compute for it
+    there, and neither lateness nor silence is known."""
 
     def __init__(self, loop: VirtualLoop, latency_s: float, cores: Cores | None = None) -> None:
         self.loop = loop
@@ -357,7 +363,9 @@ class Network:
         self.cores = cores
         self.shares: dict[str, Lane] = {}
         """What the processes at some addresses may use of the cores."""
+        self.spread: Callable[[], float] = lambda: 1.0
         self.lateness: Callable[[], float] = lambda: 1.0
+        self.strikes: Callable[[str], bool] = lambda fault: False  # whether a fault of this name happens now
         self.hosts: dict[str, Host] = {}
         self._silent_until: dict[frozenset[str], float] = {}
         self._stopped_until: dict[str, float] = {}
@@ -365,11 +373,11 @@ class Network:
     @property
     def calls(self) -> list[SimulatedCall]:
         """Those that are served."""
-        return [call for host in self.hosts.values() for call in host.calls if call.is_served_by(host)]
+        return [call for host in self.hosts.values() for call in host.calls if call.callee is host]
 
     def arrival(self, source: str, target: str) -> float:
         """When a message arrives that is sent now."""
-        at = self.loop.time() + self.latency_s * self.lateness()
+        at = self.loop.time() + self.latency_s * self.spread() * self.lateness()
         if self._silent_until or self._stopped_until:
             silent = self._silent_until.get(frozenset((source, target)), 0.0)
             at = max(at, silent, self._stopped_until.get(target, 0.0), self._stopped_until.get(source, 0.0))

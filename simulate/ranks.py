@@ -1,79 +1,35 @@
 """The ranks of a simulated worker, as one (`worker.step_pipeline.Ranks`): steps that end in time, and transfers of KV.
 
     launch -> the curve's seconds -> done: the engine thread has a turn, samples and reads
-    gather -> once the step that writes its layers has come so far; send and receive of a pair meet in their order, one
-              at a time, and travel over the wire; a landing writes its pages when the last byte has come
+    gather -> once the step that writes its layers has come so far; what a pair sends travels over the wire
+    receive -> a landing writes its pages when the last byte has come
 
-A pair is open once both sides have opened it. When a side closes it, whatever is posted on either side fails. Every
-command is answered once, through the inbox.
+Where pages are shared, a landing reads those of the sender at that moment. Every command is answered once, through the
+inbox.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from cluster.pb import rank_pb2
+from cluster.transports import shares_pages
 from engine.step_input import StepInput, size_of
 from engine.token_hash import StateArray
 from kv_transfer.actions import Chunk
 from simulate.curves import StepCurve
-from simulate.model import KvPages, SimulatedStep
+from simulate.model import KvPages, PageAlarm, SimulatedStep
+from simulate.pairs import Gathered, PairEnd, Posted, SimulatedPair
 from simulate.virtual_loop import VirtualLoop
-from simulate.wire import Cores, Flow, Flows, Lane, Nic
+from simulate.wire import Cores, Flows, Lane, Nic
 from worker.handoff_connection import Done, ErrorKind
 
 KIND_NONE = rank_pb2.RankReply.KIND_UNSPECIFIED
 KIND_TRANSFER, KIND_CORRUPT = rank_pb2.RankReply.KIND_TRANSFER, rank_pb2.RankReply.KIND_CORRUPT
-
-
-@dataclass(eq=False)
-class _Posted:
-    """A send or a receive that waits for its end."""
-
-    done: Done
-    slot: int
-    landing: tuple[Chunk, list[int]] | None = None
-    """Of a receive: what lands, and the block table that it lands in."""
-
-
-class _Gathered(NamedTuple):
-    """A chunk in a sender's slot."""
-
-    states: StateArray
-    size_bytes: int
-    complete_at: float
-    """It lands no earlier than that."""
-
-
-@dataclass(eq=False)
-class PairEnd:
-    """One worker's side of a pair."""
-
-    ranks: SimulatedRanks
-    opened: Done | None = None
-    is_closed: bool = False
-    posted: deque[_Posted] = field(default_factory=deque)
-    slots: dict[int, _Gathered] = field(default_factory=dict)
-    """What a sender has gathered."""
-
-
-class SimulatedPair:
-    """Both sides of a connection's pair, by `is_sender`."""
-
-    def __init__(self) -> None:
-        self.ends: dict[bool, PairEnd] = {}
-        self.is_open = False
-        self.moving: Flow | None = None
-
-    @property
-    def is_broken(self) -> bool:
-        return any(end.is_closed for end in self.ends.values())
 
 
 class Clockwork(Protocol):
@@ -95,6 +51,10 @@ class Clockwork(Protocol):
     def note(self, what: str) -> None: ...
     def strikes(self, fault: str) -> bool:
         """Whether a fault of this name happens now."""
+        ...
+
+    def spread(self) -> float:
+        """How many times longer than usual the next thing takes."""
         ...
 
 
@@ -124,7 +84,7 @@ class SimulatedRanks:
         self._world = world
         self._name = name
         self._curve = curve
-        self._nic = nic
+        self.nic = nic
         self._cell_bytes = kv_bytes_per_token / pages.num_layers
         self._command_s = command_s
         self._post = post
@@ -138,6 +98,8 @@ class SimulatedRanks:
         """Gathers of layers that are not computed yet, where cores are shared."""
         self._ends: dict[str, PairEnd] = {}
         self._num_open = 0
+        self._answers_at = 0.0
+        """When the last answer is due of those under way: they come in order."""
         self._is_dead = False
 
     @property
@@ -153,7 +115,7 @@ class SimulatedRanks:
         if step.has_unread_tokens:
             assert self._step is not None, "a step needs tokens of the one before it, and there was none"
             step = step.with_tokens(np.array(self._step.token_ids, dtype=np.int32))
-        seconds = self._curve.seconds(size) * self.slowdown
+        seconds = self._curve.seconds(size) * self.slowdown * self._world.spread()
         if self._world.keeps_trace:
             self._world.note(f"{self._name} step {self.num_steps}: {size}")
         launched = SimulatedStep(step, self.pages.write_step(step), loop.time(), seconds)
@@ -219,11 +181,11 @@ class SimulatedRanks:
             case "gather":
                 self._gather(command.gather, self._guarded(command.gather, done))
             case "send":
-                self._put(command.send.pair_epoch, _Posted(done, command.send.slot))
+                self._put(command.send.pair_epoch, Posted(done, command.send.slot))
             case "receive":
                 what = command.receive
                 chunk = Chunk.from_proto(what.chunk, what.pair_epoch)
-                posted = _Posted(self._guarded(what, done), chunk.slot, (chunk, list(what.block_table)))
+                posted = Posted(self._guarded(what, done), chunk.slot, (chunk, list(what.block_table)))
                 self._put(what.pair_epoch, posted)
 
     def die(self) -> None:
@@ -237,21 +199,26 @@ class SimulatedRanks:
 
     def _open(self, what: rank_pb2.OpenPair, done: Done) -> None:
         pair = self._world.pairs.setdefault(what.pair_epoch, SimulatedPair())
-        self._ends[what.pair_epoch] = pair.ends[what.is_sender] = PairEnd(self, done)
+        end = PairEnd(self, shares_pages(what.agreed.transport), done)
+        self._ends[what.pair_epoch] = pair.ends[what.is_sender] = end
         self._num_open += 1
         if pair.is_broken:
-            self._fail_all(pair)
+            pair.fail_all()
         elif len(pair.ends) == 2:
             pair.is_open = True
             for each in pair.ends.values():
                 opened, each.opened = each.opened, None
                 assert opened is not None
-                each.ranks._answer(opened)
+                each.ranks.answer(opened, "it did not" if self._world.strikes("pair did not open") else "")
 
     def _close(self, epoch: str, done: Done) -> None:
+        """What is under way may arrive before the pair is closed."""
         self._num_open += 1
+        self._world.loop.call_at(self._due(), self._closed, epoch, done)
+
+    def _closed(self, epoch: str, done: Done) -> None:
         self._close_end(epoch)
-        self._answer(done)
+        self._answered(done, "", 0, KIND_NONE)
 
     def _close_end(self, epoch: str) -> None:
         end, pair = self._ends.pop(epoch, None), self._world.pairs.get(epoch)
@@ -261,18 +228,9 @@ class SimulatedRanks:
         if pair.moving is not None:
             self._world.flows.cancel(pair.moving)
             pair.moving = None
-        self._fail_all(pair)
+        pair.fail_all()
         if len(pair.ends) == 2 and all(each.is_closed for each in pair.ends.values()):
             del self._world.pairs[epoch]
-
-    @staticmethod
-    def _fail_all(pair: SimulatedPair) -> None:
-        for end in pair.ends.values():
-            if end.opened is not None:
-                opened, end.opened = end.opened, None
-                end.ranks._answer(opened, "the pair was closed")
-            while end.posted:
-                end.ranks._answer(end.posted.popleft().done, "the pair was closed")
 
     def _gather(self, what: rank_pb2.ChunkPages, done: Done) -> None:
         """Copies pages to a slot once the step that writes them has come to the chunk's last layer."""
@@ -281,7 +239,7 @@ class SimulatedRanks:
             self._waiting.append((what, done))
             return
         self._num_open += 1
-        delay = self._command_s
+        delay = self._command_s * self._world.spread()
         if ahead > 0 and self._world.cores is not None:
             self._behind_layers.append((what, done))
             self._gather_computed()
@@ -306,50 +264,83 @@ class SimulatedRanks:
             self._reply(done, "the pair is closed" if end is None else "the gather failed")
             return
         chunk = Chunk.from_proto(what.chunk, what.pair_epoch)
-        states = self.pages.read(what.block_table, chunk.range.token_start, chunk.range.token_end)
+        if any(posted.slot == chunk.slot for posted in end.posted):
+            raise PageAlarm(f"{chunk} is gathered over a slot that is being sent")
         size_bytes = int(chunk.range.num_cells * self._cell_bytes)
-        end.slots[chunk.slot] = _Gathered(states, size_bytes, self._complete_at(what, size_bytes))
+        read = self._reader(what, end.shares_pages)
+        end.slots[chunk.slot] = Gathered(chunk, read, size_bytes, self._complete_at(what, size_bytes))
         self._reply(done, size_bytes=size_bytes)
 
-    def _put(self, epoch: str, posted: _Posted) -> None:
+    def _reader(self, what: rank_pb2.ChunkPages, is_shared: bool) -> Callable[[], StateArray]:
+        """Reads pages now, and returns what was read, or where they are shared how they are read again."""
+        tokens = what.block_table, what.chunk.token_start, what.chunk.token_end
+        step, now = self._step, self._world.loop.time()
+        if self._world.cores is None and step is not None and not step.is_done and now < self._written_at(what):
+            self.pages.check_apart(step.step, *tokens)
+        states, check = self.pages.read(*tokens), self.pages.guarded(*tokens, do_nothing)
+
+        def read_again() -> StateArray:
+            check()
+            return self.pages.read(*tokens)
+
+        return read_again if is_shared else lambda: states
+
+    def _put(self, epoch: str, posted: Posted) -> None:
         self._num_open += 1
         end, pair = self._ends.get(epoch), self._world.pairs.get(epoch)
         if end is None or pair is None or pair.is_broken:
-            self._answer(posted.done, "the pair is closed")
+            self.answer(posted.done, "the pair is closed")
             return
         end.posted.append(posted)
-        _move(pair, self._world.flows)
+        pair.move(self._world.flows)
 
-    def _arrived(self, pair: SimulatedPair) -> None:
+    def arrived(self, pair: SimulatedPair) -> None:
         """The transfer at the head of a pair, of which this is the receiver, is complete."""
         pair.moving = None
         source, target = pair.ends[True], pair.ends[False]
         sent, received = source.posted.popleft(), target.posted.popleft()
         gathered = source.slots.pop(sent.slot)
-        size_bytes = gathered.size_bytes
-        if self._world.strikes("transfer failed"):
-            source.ranks._answer(sent.done, "the transfer failed")
-            self._answer(received.done, "the transfer failed")
+        size_bytes, strikes = gathered.size_bytes, self._world.strikes
+        is_lost = strikes("transfer failed")
+        if is_lost or strikes("send failed"):
+            source.ranks.answer(sent.done, "the transfer failed")
+        else:
+            source.ranks.answer(sent.done, size_bytes=size_bytes)
+        if is_lost or strikes("receive failed"):
+            self.fail(received, "the transfer failed")
             return
-        source.ranks._answer(sent.done, size_bytes=size_bytes)
-        if self._world.strikes("damaged"):
-            self._answer(received.done, "the digest differs", kind=KIND_CORRUPT)
+        if strikes("damaged"):
+            self.fail(received, "the digest differs", KIND_CORRUPT)
             return
         assert received.landing is not None
         chunk, table = received.landing
+        if chunk.tag != gathered.chunk.tag:
+            raise PageAlarm(f"{chunk} was to land, and {gathered.chunk} lies in the slot that was sent")
         where = chunk.range
-        self.pages.land(table, where.token_start, gathered.states, (where.layer_start, where.layer_end))
+        self.pages.land(table, where.token_start, gathered.read(), (where.layer_start, where.layer_end))
         later_s = max(0.0, gathered.complete_at - self._world.loop.time())
-        self._answer(received.done, size_bytes=size_bytes, later_s=later_s)
-        _move(pair, self._world.flows)
+        self.answer(received.done, size_bytes=size_bytes, later_s=later_s)
+        pair.move(self._world.flows)
 
     # Answers
 
-    def _answer(
+    def answer(
         self, done: Done, error: str = "", size_bytes: int = 0, kind: ErrorKind = KIND_TRANSFER, later_s: float = 0.0
     ) -> None:
         """After the time that a command takes, and `later_s`."""
-        self._world.loop.call_later(self._command_s + later_s, self._answered, done, error, size_bytes, kind)
+        self._world.loop.call_at(self._due() + later_s, self._answered, done, error, size_bytes, kind)
+
+    def _due(self) -> float:
+        """When a command is answered that has just ended."""
+        self._answers_at = max(self._answers_at, self._world.loop.time() + self._command_s * self._world.spread())
+        return self._answers_at
+
+    def fail(self, posted: Posted, error: str, kind: ErrorKind = KIND_TRANSFER) -> None:
+        """A landing may have begun to write."""
+        if posted.landing is not None and self._world.strikes("landing torn"):
+            chunk, table = posted.landing
+            self.pages.tear(table, chunk.range.token_start, chunk.range.token_end)
+        self.answer(posted.done, error, kind=kind)
 
     def _answered(self, done: Done, error: str, size_bytes: int, kind: ErrorKind) -> None:
         self._num_open -= 1
@@ -359,18 +350,6 @@ class SimulatedRanks:
         """`kind`: of the error, if there is one."""
         if not self._is_dead:
             self._post(done, error, kind if error else KIND_NONE, size_bytes)
-
-
-def _move(pair: SimulatedPair, flows: Flows) -> None:
-    """Sets the next transfer of a pair off, if both sides have posted it."""
-    if not pair.is_open or pair.moving is not None or pair.is_broken:
-        return
-    source, target = pair.ends[True], pair.ends[False]
-    if not source.posted or not target.posted:
-        return
-    size_bytes = source.slots[source.posted[0].slot].size_bytes
-    ranks: Any = target.ranks
-    pair.moving = flows.transfer(source.ranks._nic, ranks._nic, size_bytes, lambda: ranks._arrived(pair))
 
 
 def do_nothing() -> None:

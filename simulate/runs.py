@@ -149,7 +149,7 @@ class RunRanks(SimulatedRanks):
         if self._run is None or what.after_step <= self._num_done:
             return 0.0
         end = self._run.begun_at + self._run.seconds
-        return end + self._offer_s + size_bytes / self._num_parts / self._nic.spec.bytes_per_s
+        return end + self._offer_s + size_bytes / self._num_parts / self.nic.spec.bytes_per_s
 
 
 @dataclass

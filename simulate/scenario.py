@@ -51,9 +51,10 @@ class Scenario:
 def _random_spec(rng: random.Random) -> ClusterSpec:
     cost = StepCost(rng.uniform(2e-3, 20e-3), rng.uniform(1e-5, 2e-4), 0.0, 1e-4, 1e-7)
     overlaps, num_layers = rng.random() < 0.5, rng.choice((1, 3, 4))
+    transports = rng.choice((("gloo",), ("shm_pages", "gloo")))
     workers = []
     for role, count in (("prefill", rng.randint(0, 3)), ("decode", rng.randint(1, 3))):
-        block_size = rng.choice((8, 16, 32))
+        block_size = rng.choice((3, 8, 16, 32))
         workers += [
             WorkerSpec(
                 f"{role}-{number}",
@@ -66,6 +67,7 @@ def _random_spec(rng: random.Random) -> ClusterSpec:
                 max_model_len=512,
                 num_layers=num_layers,
                 wire=WireSpec(rng.choice((1e8, 1e10)), 1e-5),
+                transports=transports,
                 overlaps=overlaps,
             )
             for number in range(count)
@@ -74,13 +76,15 @@ def _random_spec(rng: random.Random) -> ClusterSpec:
         chunk_tokens=rng.choice((16, 64, 256)),
         num_slots=rng.randint(1, 4),
         max_pairs=rng.choice((1, 2, 16)),
-        timeout_s=rng.choice((1.0, 5.0)),
+        timeout_s=rng.choice((0.1, 1.0, 5.0)),
     )
     policy = rng.choice(POLICIES)
     router = RouterSection(
         http_port=None, policy=policy, queue_timeout_s=rng.choice((5.0, 60.0)), resume_window_s=rng.choice((1.0, 5.0))
     )
-    return ClusterSpec(tuple(workers), router, transfer, num_routers=rng.choice((0, 1, 2, 3)), is_watched=True)
+    jitter = rng.choice((0.0, 0.0, 1.0, 10.0))
+    num_routers = rng.choice((0, 1, 2, 3))
+    return ClusterSpec(tuple(workers), router, transfer, jitter=jitter, num_routers=num_routers, is_watched=True)
 
 
 def _random_load(rng: random.Random, seed: int) -> tuple[SimRequest, ...]:
@@ -99,6 +103,7 @@ def _random_load(rng: random.Random, seed: int) -> tuple[SimRequest, ...]:
                 n=rng.choice((1, 1, 1, 1, 2, 3)),
                 stop=f"{rng.randrange(100):02d}" if rng.random() < 0.2 else "",
                 may_resume=rng.random() < 0.7,
+                bypass_prefix_cache=rng.random() < 0.1,
                 returns_after_s=rng.uniform(0.0, 3.0) if rng.random() < 0.5 else None,
             )
         )

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from engine.kv.block_manager import BlockManager
 from engine.step_input import IntArray, StepInput
 from engine.token_hash import StateArray, states_after
-from simulate.model import Done, KvPages, PageAlarm
+from simulate.model import Done, KvPages, LayerArray, PageAlarm
 
 
 class WatchedPages(KvPages):
@@ -67,7 +67,7 @@ class WatchedPages(KvPages):
         parents = np.empty_like(states)
         parents[1:] = states[:-1]
         parents[step.cu_seqlens_q[:-1]] = before
-        self._store(step.slot_mapping, states, self.num_layers)
+        self._store(step.slot_mapping, states, self._all_layers)
         self._parents[step.slot_mapping] = parents
         self._running.append((step, touched, lives))
         last: StateArray = states[step.cu_seqlens_q[1:] - 1]
@@ -88,7 +88,7 @@ class WatchedPages(KvPages):
             return
         tables = step.block_tables[:, :num_blocks]
         states, parents, layers = (each[tables].reshape(len(tables), -1) for each in self._by_block)
-        is_wrong = layers != self.num_layers
+        is_wrong = layers != self._all_layers
         is_wrong[:, 0] |= parents[:, 0] != 0
         is_wrong[:, 1:] |= parents[:, 1:] != states[:, :-1]
         is_wrong &= np.arange(is_wrong.shape[1]) < starts[:, None]
@@ -106,6 +106,10 @@ class WatchedPages(KvPages):
         self._held(self._touched(block_table, start, start + len(states) - 1), "a transfer writes to")
         super().land(block_table, start, states, layers)
         self._parents[self._slots(block_table, start, start + len(states) - 1)] = states[:-1]
+
+    def tear(self, block_table: Sequence[int], start: int, end: int) -> None:
+        self._held(self._touched(block_table, start, end), "a failing transfer writes to")
+        super().tear(block_table, start, end)
 
     def guarded(self, block_table: Sequence[int], start: int, end: int, done: Done) -> Done:
         touched = self._touched(block_table, start, end)
@@ -128,10 +132,10 @@ class WatchedPages(KvPages):
             raise PageAlarm(f"{who} block {touched[(lives & 1) == 0][0]}, which nobody holds")
         return lives
 
-    def _store(self, slots: IntArray, states: StateArray, end: int) -> None:
+    def _store(self, slots: IntArray, states: StateArray, layers: LayerArray | int) -> None:
         if ((self._layers[slots] != 0) & (self._states[slots] != states)).any():
             raise PageAlarm("KV that is there is written over with that of other tokens")
-        super()._store(slots, states, end)
+        super()._store(slots, states, layers)
 
     def _copy_block(self, source: int, target: int) -> None:
         super()._copy_block(source, target)
@@ -144,16 +148,27 @@ class WatchedBlocks(BlockManager):
     def __init__(self, pages: WatchedPages, num_blocks: int, block_size: int) -> None:
         super().__init__(num_blocks, block_size)
         self._pages = pages
+        self._salts: dict[int, bytes] = {}
+        """Those with which blocks were published."""
 
     def allocate(self, num_blocks: int) -> list[int]:
         blocks = super().allocate(num_blocks)
+        for block in blocks:
+            self._salts.pop(block, None)
         self._pages.hand_out(blocks)
         return blocks
 
     def match_prefix(self, token_ids: Sequence[int], salt: bytes = b"") -> list[int]:
         matched = super().match_prefix(token_ids, salt)
+        if any(self._salts[block] != salt for block in matched):
+            raise PageAlarm("a prefix is found under another salt than it was published with")
         self._pages.take_up(matched)
         return matched
+
+    def publish(self, token_ids: Sequence[int], block_table: Sequence[int], salt: bytes, num_computed: int) -> None:
+        super().publish(token_ids, block_table, salt, num_computed)
+        for block in block_table[: num_computed // self.block_size]:
+            self._salts.setdefault(block, salt)
 
     def release(self, blocks: Sequence[int]) -> None:
         super().release(blocks)

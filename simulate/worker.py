@@ -41,8 +41,6 @@ WHOLE_PROMPT = 65_536
 """Tokens of a chunk in the fast fidelity, in which a prompt's last step is handed over in one piece."""
 REVISION = "simulated"
 """Names the weights of every simulated worker."""
-TRANSPORT = "gloo"
-"""Any two workers can use it."""
 PROBE_S = 0.0371
 """Virtual seconds between two looks at whether a watched engine sleeps over its work."""
 
@@ -71,6 +69,8 @@ class WorkerSpec:
     kv_bytes_per_token: float = 131_072.0
     """In all layers and on all ranks."""
     wire: WireSpec = field(default_factory=WireSpec)
+    transports: tuple[str, ...] = ("gloo",)
+    """Best first; with shm_pages, a peer of the same block size reads this worker's own pages."""
     command_s: float = 50e-6
     """Seconds that a gather, a landing, or opening or closing a pair takes beside the transfer."""
     num_threads: int = 1
@@ -296,7 +296,7 @@ class SimulatedWorker:
         spec = self.spec
         layout = KvLayout(self.ranks.pages.num_layers, 1, 1, "bfloat16", 1, spec.block_size, REVISION)
         name = spec.worker_id
-        return Handshake(name, self.incarnation, layout, "", (TRANSPORT,), name, transfer)
+        return Handshake(name, self.incarnation, layout, "", spec.transports, "one host", transfer)
 
     def _info(self, num_blocks: int) -> worker_pb2.WorkerInfo:
         spec = self.spec
@@ -311,7 +311,7 @@ class SimulatedWorker:
             num_blocks=num_blocks,
             max_model_len=spec.max_model_len,
             max_num_seqs=spec.max_num_seqs,
-            transport=TRANSPORT,
+            transport=spec.transports[0],
             dtype="bfloat16",
             protocol=spoken(),
         )

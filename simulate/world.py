@@ -20,20 +20,19 @@ from functools import partial
 from typing import Literal
 
 from cluster.config.schema import RouterSection, SloSection, TransferSection
-from cluster.lifecycle import RequestState
 from cluster.settings import RouterSettings
 from cluster.text import ROLE_NUMBERS
 from router.routing.dispatcher import Dispatcher
 from router.routing.fleet import WorkerAddress
-from router.routing.load_tracker import NOTHING, RequestLoad
 from router.routing.worker_client import WorkerClient
 from simulate.api_client import ApiClient
 from simulate.client import RequestOutcome, SimRequest, run_client, watch_client
 from simulate.controller import ControllerSpec, SimulatedController, config_of, serve_control
 from simulate.faults import FaultPlan
+from simulate.judgement import check_run
 from simulate.links import DirectClient, beat
 from simulate.network import Host, Network
-from simulate.ranks import SimulatedPair
+from simulate.pairs import SimulatedPair
 from simulate.report import RunResult, WorkerUse
 from simulate.router import SimulatedRouter, SimulatedStore
 from simulate.virtual_loop import VirtualLoop
@@ -49,7 +48,6 @@ START_S = 1.0
 """The workers have connected by then, and the run begins."""
 SETTLE_S = 2.0
 """After the last request has ended: cancels arrive, transfers drain, pairs close."""
-_ANY_SIZE = RequestLoad(10**9, 10**6, 10**10)
 HEAL_S = 20.0
 """After the last fault: silence is noticed, workers are connected again, deadlines of transfers pass."""
 
@@ -69,6 +67,9 @@ class ClusterSpec:
     cores: int | None = None
     """All programs run on one machine of so many cores: steps and messages wait for one another. None: on machines of
     their own."""
+    jitter: float = 0.0
+    """Messages, steps, gathers and landings take up to so many times longer than usual, each by chance: so nearly every
+    order of things comes up."""
     controller: ControllerSpec | None = None
     """None: there is none, and the router was told of its workers at its start."""
     num_routers: int = 0
@@ -126,10 +127,13 @@ class Cluster:
         self.flows = Flows(self.loop)
         self.cores = None if spec.cores is None else Cores(self.loop, spec.cores)
         self.network = Network(self.loop, spec.message_s, self.cores)
+        self.network.spread, self.network.strikes = self.spread, self.strikes
         self.pairs: dict[str, SimulatedPair] = {}
         self.workers: dict[str, SimulatedWorker] = {}
         self.store = SimulatedStore(self.loop)
         self.routers: dict[str, SimulatedRouter] = {}
+        self._labels: dict[str, tuple[str, bool]] = {}
+        """Workers that routers are told other things of than their specs say: role, and whether they drain."""
         self._dispatcher: Dispatcher
         self._on_end: Callable[[RequestOutcome], None]
         self._num_left: int
@@ -207,6 +211,11 @@ class Cluster:
             self.count(fault)
         return has_struck
 
+    def spread(self) -> float:
+        """How many times longer than usual the next thing takes."""
+        most = 1.0 + self.spec.jitter
+        return 1.0 if most == 1.0 else most ** self.random.random()
+
     def count(self, fault: str) -> None:
         """A fault has taken effect."""
         self.num_faults[fault] += 1
@@ -228,7 +237,7 @@ class Cluster:
         await asyncio.sleep(max(0.0, until_s - duration_s) + (HEAL_S if until_s else SETTLE_S))
         if controlling is not None and controlling.done():
             controlling.result()  # it never ends but by an error
-        self._check(outcomes)
+        check_run(self, outcomes)
         return outcomes, duration_s
 
     def start(self, spec: WorkerSpec) -> SimulatedWorker:
@@ -270,6 +279,27 @@ class Cluster:
         )
         return router
 
+    @property
+    def dispatchers(self) -> list[Dispatcher]:
+        """Those of the routers that run."""
+        if not self.routers:
+            return [self._dispatcher]
+        return [router.dispatcher for router in self.routers.values() if not router.is_dead]
+
+    @property
+    def now(self) -> float:
+        return self.loop.time()
+
+    @property
+    def queue_timeout_s(self) -> float:
+        return self.spec.router.queue_timeout_s
+
+    def label(self, worker_id: str, role: str, *, is_draining: bool = False) -> None:
+        """Routers are told so of a worker from now on."""
+        self._labels[worker_id] = role, is_draining
+        for dispatcher in self.dispatchers:
+            dispatcher.set_workers(self._addresses())
+
     def any_router(self) -> SimulatedRouter | None:
         running = [router for router in self.routers.values() if not router.is_dead]
         return self.random.choice(running) if running else None
@@ -285,9 +315,11 @@ class Cluster:
         return replace(settings, router=spec.router, transfer=spec.transfer, slo=spec.slo, needs_prefill=needs_prefill)
 
     def _addresses(self) -> list[WorkerAddress]:
-        return [
-            WorkerAddress(name, worker.address, ROLE_NUMBERS[worker.spec.role]) for name, worker in self.workers.items()
-        ]
+        addresses = []
+        for name, worker in self.workers.items():
+            role, is_draining = self._labels.get(name, (worker.spec.role, False))
+            addresses.append(WorkerAddress(name, worker.address, ROLE_NUMBERS[role], is_draining))
+        return addresses
 
     def _new_dispatcher(self, host: Host) -> Dispatcher:
         dispatcher = self._dispatcher_class(
@@ -340,41 +372,6 @@ class Cluster:
         self._num_left -= 1
         if not self._num_left:
             self._has_ended.set()
-
-    # Judgement
-
-    def _check(self, outcomes: list[RequestOutcome]) -> None:
-        dispatchers = [router.dispatcher for router in self.routers.values() if not router.is_dead]
-        for dispatcher in dispatchers or [self._dispatcher]:
-            self._check_router(dispatcher)
-        for outcome in outcomes:
-            assert outcome.state is not RequestState.QUEUED, f"request {outcome.number} has no end"
-            assert outcome.reason not in ("INTERNAL", "INVALID_REQUEST"), f"request {outcome.number}: {outcome.reason}"
-            if self.is_fast:
-                outcome.check_length()
-            else:
-                outcome.check(self.seed)
-            if self.is_watched:
-                outcome.check_times(self.spec.router.queue_timeout_s)
-        for worker in self.workers.values():
-            if worker.is_dead:
-                continue  # the controller has stopped it
-            worker.check_idle()
-
-    def _check_router(self, dispatcher: Dispatcher) -> None:
-        """The router holds no request, charges no worker for one, and knows what each has cached."""
-        for name, worker in self.workers.items():
-            if worker.is_dead:
-                continue  # the controller has stopped it, and the router does not know it any more
-            index, cached = dispatcher.fleet[name].prefix_index, worker.core.blocks.cached_hashes
-            assert index is None or index.hashes == cached, f"the router knows another cache of {name}"
-        assert not dispatcher.num_queued and not dispatcher.num_running, "the router still holds requests"
-        loads = dispatcher.context.loads
-        for name in self.workers:
-            assert loads[name] == NOTHING, f"the router still charges {name} for {loads[name]}"
-        assert loads.num_retries == 0, f"the router still counts {loads.num_retries} retries"
-        # Only while nothing is in flight has it room for anything.
-        assert dispatcher.admission.has_room(_ANY_SIZE, self.loop.time()), "admission still counts requests in flight"
 
     @staticmethod
     def _use_of(worker: SimulatedWorker) -> WorkerUse:

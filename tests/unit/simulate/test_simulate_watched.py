@@ -90,6 +90,41 @@ def test_what_is_handed_over_lands_in_blocks_that_are_held_behind_the_same_token
         other.land([first, second], 4, pages.read(blocks, 4, 6), (0, 2))
 
 
+def test_layers_land_in_any_order_and_a_torn_landing_leaves_nothing_to_read() -> None:
+    pages, blocks = pool_with_prompt()
+    other = WatchedPages(8, SIZE, 2)
+    landing = other.blocks.allocate(2)
+    states = pages.read(blocks, 0, 6)
+    other.land(landing, 0, states, (1, 2))
+    with pytest.raises(PageAlarm, match="some layers have not landed"):
+        other.read(landing, 0, 6)
+    other.land(landing, 0, states, (0, 1))
+    assert other.read(landing, 0, 6).tolist() == states.tolist()
+    other.tear(landing, 4, 6)
+    assert other.read(landing, 0, 4).tolist() == states[:5].tolist()
+    with pytest.raises(PageAlarm, match="some layers have not landed"):
+        other.read(landing, 0, 6)
+
+
+def test_a_gather_of_layers_that_a_step_has_not_written_yet_is_found() -> None:
+    pages, blocks = pool_with_prompt()
+    step = step_of(blocks, (17,), start=6)
+    pages.write_step(step)
+    pages.check_apart(step, blocks, 0, 6)
+    with pytest.raises(PageAlarm, match="has not written yet"):
+        pages.check_apart(step, blocks, 4, 7)
+
+
+def test_a_prefix_is_found_only_under_the_salt_with_which_it_was_published() -> None:
+    pages, blocks = pool_with_prompt()
+    pages.blocks.publish(PROMPT, blocks, b"a", 6)
+    assert pages.blocks.match_prefix(PROMPT, b"b") == []
+    assert pages.blocks.match_prefix(PROMPT, b"a") == blocks[:1]
+    pages.blocks._salts[blocks[0]] = b"b"
+    with pytest.raises(PageAlarm, match="under another salt"):
+        pages.blocks.match_prefix(PROMPT, b"a")
+
+
 def test_a_client_is_told_each_token_once_and_the_end_last() -> None:
     told = Told()
     told.add(generation_pb2.SequenceDelta(first_token_index=0, token_ids=[10, 11], token_count=2, text="0001000011"))

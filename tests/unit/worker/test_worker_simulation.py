@@ -1,21 +1,18 @@
-"""Whole requests through real cores and a model that tattles: every delay, every size, every fault, at any moment."""
+"""Whole requests through the cores of simulated workers: every delay, every size, every fault, at any moment.
+
+Each run is held to the tokens of the undisturbed one, and to giving everything back (`simulate.judgement`).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from simulated_load import EVERY_FAULT, Load
-from simulation import VOCAB, World, first_wrong_token
+from crowded_cluster import EVERY_RATE, FAULTS_UNTIL_S, JITTER, Load, crowded, crowded_spec
 
 import prefill_worker.sender
-from cluster.lifecycle import RequestKey
-from cluster.pb import generation_pb2
-
-CELL_BYTES = 3 * 8
-"""Token, owner and context of one token in one layer."""
+from simulate.faults import LABEL_FAULTS, NETWORK_FAULTS, RATED_FAULTS, WORKER_FAULTS, FaultEvent, FaultPlan
+from simulate.world import Cluster, ClusterSpec, SimRequest
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -26,327 +23,123 @@ def layered_prompts() -> object:
         yield
 
 
-def world_of(seed: int) -> World:
-    """Steps overlap in every other one."""
-    return World(seed, overlaps=seed % 2 == 1)
+def with_workers(spec: ClusterSpec, **values: object) -> ClusterSpec:
+    return replace(spec, workers=tuple(replace(worker, **values) for worker in spec.workers))  # type: ignore[arg-type]
 
 
-def prompts(world: World, count: int, longest: int) -> list[list[int]]:
-    """Some share prefixes, so that the prefix caches of both sides hit."""
-    stem = [world.random.randrange(VOCAB) for _ in range(longest)]
-    made = []
-    for _ in range(count):
-        shared = world.random.choice([0, 0, longest // 2, longest - 1])
-        own = [world.random.randrange(VOCAB) for _ in range(world.random.randint(1, longest - shared))]
-        made.append(stem[:shared] + own)
-    return made
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("blocks", [(4, 4), (4, 8), (8, 2), (7, 3), (1, 1)])
+def test_every_request_gets_the_tokens_of_its_prompt_whatever_the_blocks(seed: int, blocks: tuple[int, int]) -> None:
+    spec = with_workers(crowded_spec(1, 1, blocks=blocks, kv_tokens=168), overlaps=seed % 2 == 1)
+    outcomes = Cluster(spec, seed).run(Load(20, most_sequences=3).requests(seed), 600).outcomes
+    assert all(outcome.is_finished and outcome.num_attempts == 1 for outcome in outcomes)
 
 
-@pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize(("prefill_block", "decode_block"), [(4, 4), (4, 8), (8, 2)])
-def test_every_request_gets_the_tokens_its_context_demands(seed: int, prefill_block: int, decode_block: int) -> None:
-    world = world_of(seed)
-    world.add("prefill-0", 40, prefill_block)
-    world.add("decode-0", 200 // decode_block, decode_block)
-    for prompt in prompts(world, 8, 40):
-        n, size = world.random.choice([(1, 6), (1, 20), (3, 7), (2, 1)])
-        world.router.submit(prompt, "prefill-0", "decode-0", max_output_tokens=size, n=n)
-    world.run()
-    for request in world.router.requests.values():
-        assert request.outcome == "done" and request.attempt == 1
-        assert [len(output) for output in request.tokens.values()] == [request.max_output_tokens] * request.n
-        assert all(first_wrong_token(request.prompt, output) is None for output in request.tokens.values())
-    world.check_idle()
+def test_a_pool_too_small_for_all_preempts_and_loses_nothing() -> None:
+    num_preemptions = 0
+    for seed in range(8):
+        spec = with_workers(crowded_spec(1, 1, kv_tokens=100), overlaps=seed % 2 == 1)
+        result = Cluster(spec, seed).run(Load(12, num_output_tokens=20, most_sequences=1).requests(seed), 600)
+        assert all(outcome.is_finished for outcome in result.outcomes)
+        num_preemptions += sum(worker.num_preemptions for worker in result.workers)
+    assert num_preemptions > 1
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_a_pool_too_small_for_all_preempts_the_youngest_and_loses_nothing(seed: int) -> None:
-    world = world_of(seed)
-    world.add("prefill-0", 24, 4)
-    decode = world.add("decode-0", 24, 4)
-    for prompt in prompts(world, 6, 20):
-        world.router.submit(prompt, "prefill-0", "decode-0", max_output_tokens=40)
-    world.run()
-    for request in world.router.requests.values():
-        (output,) = request.tokens.values()
-        assert len(output) == 40 and first_wrong_token(request.prompt, output) is None
-    assert decode.core.decode.num_preemptions > 0
-    assert bool(world.counts["steps launched ahead"]) == world.overlaps
-    world.check_idle()
-
-
-@dataclass(frozen=True)
-class Wish:
-    """A request, and how many tokens its client has when it goes away."""
-
-    num_prompt_tokens: int
-    max_output_tokens: int
-    n: int
-    stop_token_ids: tuple[int, ...]
-    is_handed_over: bool
-    cancelled_after: int | None
-
-
-wishes = st.lists(
-    st.builds(
-        Wish,
-        num_prompt_tokens=st.integers(1, 20),
-        max_output_tokens=st.integers(1, 25),
-        n=st.sampled_from([1, 1, 1, 2, 3]),
-        stop_token_ids=st.lists(st.integers(0, VOCAB - 1), max_size=12, unique=True).map(tuple),
-        is_handed_over=st.booleans(),
-        cancelled_after=st.none() | st.integers(0, 10),
-    ),
-    min_size=1,
-    max_size=8,
-)
-
-
-def outputs_of(
-    given: list[Wish], seed: int, overlaps: bool, num_blocks: int, budget: int, long_tokens: int
-) -> list[list[list[int]]]:
-    """What the client of each request got, by sequence."""
-    world = World(seed, overlaps=overlaps)
-    for name, count in (("prefill-0", 12), ("decode-0", num_blocks)):
-        world.add(name, count, 4, max_num_batched_tokens=budget, long_tokens=long_tokens)
-    prompt = list(range(30))
-    requests = [
-        world.router.submit(
-            prompt[: wish.num_prompt_tokens],
-            "prefill-0" if wish.is_handed_over else "",
-            "decode-0",
-            max_output_tokens=wish.max_output_tokens,
-            n=wish.n,
-            stop_token_ids=wish.stop_token_ids,
-        )
-        for wish in given
-    ]
-    while world.router.num_open:
-        for wish, request in zip(given, requests, strict=True):
-            if wish.cancelled_after is not None and len(request.tokens[0]) >= wish.cancelled_after:
-                world.router.cancel(request)
-        assert world.turn() or not world.router.num_open, "requests wait for ever"
-        for node in world.nodes.values():
-            node.core.blocks.check()
-    world.settle()
-    world.check_idle()
-    return [list(request.tokens.values()) for request in requests]
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
-@given(
-    given=wishes,
-    seed=st.integers(0, 2**32),
-    num_extra_blocks=st.integers(0, 20),
-    budget=st.integers(4, 40),
-    long_tokens=st.integers(1, 12),
-)
-def test_steps_that_overlap_lead_to_the_tokens_of_steps_one_by_one(
-    given: list[Wish], seed: int, num_extra_blocks: int, budget: int, long_tokens: int
-) -> None:
-    """Whatever ends sequences, and when; pages tell of a block that is written after it was given back."""
-    largest = max(wish.n * (-(-(wish.num_prompt_tokens + wish.max_output_tokens) // 4) + 1) for wish in given)
-    sizes = {"num_blocks": largest + num_extra_blocks, "budget": budget, "long_tokens": long_tokens}
-    both = [outputs_of(given, seed, overlaps, **sizes) for overlaps in (False, True)]
-    for wish, *outputs in zip(given, *both, strict=True):
-        for one, other in zip(*outputs, strict=True):
-            shorter, longer = sorted((one, other), key=len)
-            assert shorter == longer[: len(shorter)]
-            assert one == other or wish.cancelled_after is not None
-
-
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_a_cancel_at_any_moment_frees_everything_and_harms_nobody(seed: int) -> None:
-    world = world_of(seed)
-    for name in ("prefill-0", "decode-0"):
-        world.add(name, 30, 4)
-    Load(12, longest_output=24, cancels=0.1, num_stop_tokens=seed % 3).carry(world)
-    assert world.counts["cancelled"] and not world.counts["request failed"]
+    outcomes = crowded(seed, {}, load=Load(20, num_output_tokens=20, cancels=0.5), kv_tokens=200).run().outcomes
+    assert {outcome.state.value for outcome in outcomes} == {"finished", "cancelled"}
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_workers_share_the_load_and_keep_no_more_pairs_than_they_may(seed: int) -> None:
-    world = world_of(seed)
-    prefills = [world.add(f"prefill-{i}", 30, 4, max_pairs=1) for i in range(2)]
-    for i in range(3):
-        world.add(f"decode-{i}", 40, 8)
-    Load(30).carry(world)
-    assert world.counts["request done"] == 30
-    for node in prefills:
-        node.core.inbox.post(node.core.handoffs.tick)
-    world.run()
-    assert all(sum(node.core.handoffs.count_by_state().values()) == 1 for node in prefills)
-    assert world.counts["link retired: unspecified"] > 0, "links that were idle"
+@pytest.mark.parametrize("seed", range(4))
+def test_workers_keep_no_more_pairs_than_they_may(seed: int) -> None:
+    spec = crowded_spec(2, 3)
+    spec = replace(spec, transfer=replace(spec.transfer, max_pairs=1))
+    cluster = Cluster(spec, seed)
+    outcomes = cluster.run(Load(30).requests(seed), 600).outcomes
+    assert all(outcome.is_finished for outcome in outcomes)
+    assert len({(outcome.prefill_id, outcome.decode_id) for outcome in outcomes}) > 4
+    for name in ("prefill-0", "prefill-1"):
+        counts = cluster.workers[name].core.handoffs.count_by_state()
+        assert sum(counts.values()) == 1, f"{name} has closed those that were idle"
+
+
+class Damaging(Cluster):
+    """Damages one chunk, once the decode worker has 16 tokens of a prompt."""
+
+    def strikes(self, fault: str) -> bool:
+        has_enough = fault == "damaged" and self.received >= 16
+        if has_enough and not self.num_faults:
+            self.count(fault)
+            return True
+        return False
+
+    @property
+    def received(self) -> float:
+        """Tokens of KV that the decode worker got, in all layers."""
+        worker = self.workers["decode-0"]
+        return worker.stats.kv_bytes_received / worker.spec.kv_bytes_per_token
 
 
 @pytest.mark.parametrize("bypass_prefix_cache", [False, True])
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(6))
 def test_a_second_attempt_is_sent_only_what_the_first_has_not_left(seed: int, bypass_prefix_cache: bool) -> None:
-    world = world_of(seed)
-    for name in ("prefill-0", "prefill-1"):
-        world.add(name, 20, 4, max_num_batched_tokens=8)
-    decode = world.add("decode-0", 40, 4)
-    prompt, cell_bytes = list(range(40)), CELL_BYTES * decode.sizes["num_layers"]
-    heard = decode.overheard
-
-    def received() -> int:
-        return int(decode.core._stats.kv_bytes_received)
-
-    request = world.router.submit(
-        prompt, "prefill-0", "decode-0", max_output_tokens=5, bypass_prefix_cache=bypass_prefix_cache
-    )
-    world.run(until=lambda: received() >= 16 * cell_bytes)
-    world.rates["damaged"] = 1.0
-    world.run(until=lambda: world.counts["damaged"] > 0)
-    world.rates.clear()
-    world.run(until=lambda: request.attempt == 2)
-    before = received()
-    world.run()
-    (kept,) = (event.failed.num_kept_tokens for event in heard if event.HasField("failed"))
-
-    assert request.outcome == "done" and request.prefill == "prefill-1"
-    assert first_wrong_token(prompt, request.tokens[0]) is None
-    assert kept >= 16
-    num_tokens = len(prompt) + request.num_handed_over
-    assert received() - before == (num_tokens - kept // 4 * 4) * cell_bytes
-    world.check_idle()
+    cluster = Damaging(with_workers(crowded_spec(2, 1), max_num_batched_tokens=8), seed)
+    (request, *_) = Load(1, num_prompt_tokens=16).requests(seed)
+    shape = replace(request.shape, num_prompt_tokens=40, num_output_tokens=5)
+    request = SimRequest(shape, bypass_prefix_cache=bypass_prefix_cache)
+    (outcome,) = cluster.run([request], 600).outcomes
+    assert outcome.is_finished and outcome.num_attempts == 2 and cluster.num_faults == {"damaged": 1}
+    num_again = cluster.received - (40 + 5)
+    assert num_again < 8, "no more is sent twice than a chunk of which some layers had landed"
 
 
-@pytest.mark.parametrize("blocks", [(4, 4), (4, 8), (8, 3)])
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("blocks", [(4, 4), (8, 3)])
+@pytest.mark.parametrize("fault", LABEL_FAULTS)
+@pytest.mark.parametrize("seed", range(4))
 def test_what_moves_from_one_decode_worker_to_another_goes_on_with_its_tokens(
-    seed: int, blocks: tuple[int, int]
+    seed: int, fault: str, blocks: tuple[int, int]
 ) -> None:
-    world = world_of(seed)
-    world.add("prefill-0", 30, 4)
-    for i, block_size in enumerate(blocks):
-        world.add(f"decode-{i}", 700 // block_size, block_size)
-    Load(16, longest_output=120, cancels=0.005, moves=0.5).carry(world)
-    assert world.counts["moved"] >= 10 and not world.counts["request failed"] and not world.counts["retried"]
+    spec = with_workers(crowded_spec(1, 2, blocks=blocks, kv_tokens=4096), overlaps=seed % 2 == 1)
+    events = tuple(FaultEvent(at_s, fault, 0.4, f"decode-{number % 2}") for number, at_s in enumerate((0.2, 0.7, 1.2)))
+    cluster = Cluster(spec, seed, faults=FaultPlan(events, until_s=2.0))
+    outcomes = cluster.run(Load(20, num_output_tokens=100, most_sequences=1).requests(seed), 600).outcomes
+    assert all(outcome.is_finished for outcome in outcomes)
+    (dispatcher,) = cluster.dispatchers
+    assert dispatcher.counters.moved >= 10 and not dispatcher.counters.retried
 
 
 def test_of_what_moves_only_the_end_is_computed_again() -> None:
-    world = World(1)
-    world.add("prefill-0", 30, 4)
-    first, second = (world.add(f"decode-{i}", 60, 4) for i in range(2))
-    prompt = list(range(30))
-    request = world.router.submit(prompt, "prefill-0", "decode-0", max_output_tokens=60)
-    world.run(until=lambda: len(request.tokens[0]) >= 25)
-    world.router.move(request, "decode-1")
-    num_held = len(prompt) + request.num_handed_over
-    before = first.core._stats.num_prefill_tokens
-    world.run()
-    assert request.outcome == "done" and first_wrong_token(prompt, request.tokens[0]) is None
-    assert first.core._stats.num_prefill_tokens - before < 4, "no more than a block that was not full"
-    assert second.core._stats.kv_bytes_received == num_held * CELL_BYTES * second.sizes["num_layers"]
-    assert second.core._stats.num_prefill_tokens == 0
-    world.check_idle()
+    spec = crowded_spec(1, 2, kv_tokens=240)
+    (request, *_) = Load(1).requests(1)
+    request = SimRequest(replace(request.shape, at=0.0, num_prompt_tokens=30, num_output_tokens=60))
+    plan = FaultPlan((FaultEvent(0.2, "worker drained", 5.0, "decode-0"),), until_s=6.0)
+    cluster = Cluster(spec, 1, faults=plan)
+    (outcome,) = cluster.run([request], 600).outcomes
+    (dispatcher,) = cluster.dispatchers
+    assert outcome.is_finished and dispatcher.counters.moved == 1
+    first, second = (cluster.workers[name].stats for name in ("decode-0", "decode-1"))
+    assert first.num_prefill_tokens <= 4, "no more than a block that was not full"
+    assert second.num_prefill_tokens == 0 and second.kv_bytes_received > 30 * spec.workers[0].kv_bytes_per_token
 
 
-@pytest.mark.parametrize("fault", EVERY_FAULT)
-def test_each_fault_by_itself_strikes_and_leaves_nothing_behind(fault: str) -> None:
-    counts = 0
-    for seed in range(8):
-        rates = {fault: 20 * EVERY_FAULT[fault] if fault != "worker died" else 0.01}
-        world = World(seed, rates, overlaps=seed % 2 == 1)
-        for i in range(2):
-            world.add(f"prefill-{i}", 16, 4, transfer_timeout_s=0.02)
-            world.add(f"decode-{i}", 24, 4, transfer_timeout_s=0.02)
-        Load(30, cancels=0.02, moves=0.05).carry(world)
-        counts += world.counts[fault]
-    assert counts >= 10
+@pytest.mark.parametrize("shares_pages", [False, True])
+@pytest.mark.parametrize("fault", RATED_FAULTS)
+def test_each_fault_of_an_operation_by_itself_strikes_and_leaves_nothing_behind(fault: str, shares_pages: bool) -> None:
+    rates = {fault: 0.3 if EVERY_RATE[fault] > 0.01 else 0.03}
+    if fault == "landing torn":
+        rates["receive failed"] = 0.1
+    runs = [crowded(seed, rates, shares_pages=shares_pages).run() for seed in range(6)]
+    assert sum(run.num_faults.get(fault, 0) for run in runs) >= 5
 
 
-@dataclass(frozen=True)
-class Scene:
-    """A cluster and what befalls it."""
-
-    seed: int
-    num_prefill: int
-    num_decode: int
-    prefill_block: int
-    decode_block: int
-    prefill_extra: int
-    """Tokens that the pool holds beyond the largest request."""
-    decode_extra: int
-    num_layers: int
-    num_slots: int
-    chunk_tokens: int
-    long_tokens: int
-    budget: int
-    max_pairs: int
-    faults: tuple[str, ...]
-    overlaps: bool
-    load: Load
-
-    def world(self) -> World:
-        world = World(self.seed, {name: 3 * EVERY_FAULT[name] for name in self.faults}, self.overlaps)
-        load = self.load
-        whole = load.longest_prompt + load.longest_output
-        sizes = {
-            "num_layers": self.num_layers,
-            "long_tokens": self.long_tokens,
-            "max_num_batched_tokens": self.budget,
-            "max_pairs": self.max_pairs,
-            "transfer_timeout_s": 0.02,
-        }
-        for i in range(self.num_prefill):
-            num_blocks = -(-(whole + self.prefill_extra) // self.prefill_block) + 1
-            slots = {"num_slots": self.num_slots, "chunk_tokens": self.chunk_tokens}
-            world.add(f"prefill-{i}", num_blocks, self.prefill_block, **slots, **sizes)
-        for i in range(self.num_decode):
-            num_blocks = load.most_sequences * (-(-whole // self.decode_block) + 1) + (
-                self.decode_extra // self.decode_block
-            )
-            world.add(f"decode-{i}", num_blocks, self.decode_block, **sizes)
-        return world
-
-
-scenes = st.builds(
-    Scene,
-    seed=st.integers(0, 2**32),
-    num_prefill=st.integers(1, 3),
-    num_decode=st.integers(1, 3),
-    prefill_block=st.sampled_from([1, 2, 4, 7]),
-    decode_block=st.sampled_from([1, 3, 4, 8]),
-    prefill_extra=st.integers(0, 60),
-    decode_extra=st.integers(0, 60),
-    num_layers=st.integers(1, 5),
-    num_slots=st.integers(1, 4),
-    chunk_tokens=st.integers(1, 12),
-    long_tokens=st.integers(1, 30),
-    budget=st.integers(4, 40),
-    max_pairs=st.integers(1, 3),
-    faults=st.lists(st.sampled_from(sorted(EVERY_FAULT)), unique=True).map(tuple),
-    overlaps=st.booleans(),
-    load=st.builds(
-        Load,
-        num_requests=st.integers(1, 15),
-        num_open=st.integers(1, 10),
-        longest_prompt=st.integers(2, 30),
-        longest_output=st.integers(1, 12),
-        most_sequences=st.integers(1, 4),
-        cancels=st.sampled_from([0.0, 0.02, 0.1]),
-        num_stop_tokens=st.sampled_from([0, 5, 30]),
-        moves=st.sampled_from([0.0, 0.05, 0.3]),
-    ),
-)
-
-
-@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
-@given(scene=scenes)
-def test_any_cluster_under_any_faults_tells_the_right_tokens_once_and_gives_everything_back(scene: Scene) -> None:
-    scene.load.carry(scene.world())
-
-
-def test_the_last_tokens_carry_the_finish_reason() -> None:
-    world = World(0)
-    nodes = [world.add(name, 20, 4) for name in ("prefill-0", "decode-0")]
-    world.router.submit([1, 2, 3], "prefill-0", "decode-0", max_output_tokens=3)
-    world.run()
-    tokens = [event.tokens for node in nodes for event in node.overheard if event.HasField("tokens")]
-    *earlier, last = tokens
-    assert last.finish_reason == generation_pb2.FINISH_REASON_LENGTH
-    assert earlier and not any(t.finish_reason for t in earlier)
-    assert [t.first_token_index + i for t in tokens for i in range(len(t.token_ids))] == [0, 1, 2]
-    assert RequestKey.of(tokens[0].key) == RequestKey("r0", 1)
+@pytest.mark.parametrize("fault", (*WORKER_FAULTS, *LABEL_FAULTS, *NETWORK_FAULTS))
+def test_each_fault_of_a_worker_or_a_link_by_itself_leaves_nothing_behind(fault: str) -> None:
+    num_struck = 0
+    for seed in range(6):
+        scenario = crowded(seed, {}, shares_pages=seed % 3 == 0)
+        name = scenario.spec.workers[seed % 4].worker_id
+        events = tuple(FaultEvent(at_s, fault, 0.3, name, JITTER) for at_s in (0.1, 0.5, 0.9))
+        result = replace(scenario, faults=FaultPlan(events, until_s=FAULTS_UNTIL_S)).run()
+        num_struck += result.num_faults.get(fault, 0)
+    assert num_struck >= 10
