@@ -21,8 +21,7 @@ from grpc.aio import EOF  # type: ignore[attr-defined]  # missing in the stubs
 from simulate.virtual_loop import VirtualLoop
 from simulate.wire import Cores, Lane
 
-CONNECT_AGAIN_S = 0.1
-"""A call that waits until its server is there looks for it so often."""
+CONNECT_AGAIN_S = 0.1  # between two looks of a call that waits until its server is there
 NUMBERED = "Connect"  # hand-off streams, whose messages have numbers
 
 Status = tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]]
@@ -62,11 +61,11 @@ class OneWay:
         """Set once no message will arrive any more; those that have arrived are read first."""
 
     def send(self, message: Any) -> None:
-        strikes = self._network.strikes
-        if not (self._is_numbered and strikes("message lost")):
+        network = self._network
+        if not (self._is_numbered and network.strikes("message lost")):
             self._later(self._arrive, message)
-        if self._is_numbered and strikes("message doubled"):
-            self._loop.call_later(5 * self._network.latency_s, self._later, self._arrive, message)
+        if self._is_numbered and network.strikes("message doubled"):
+            self._loop.call_later(5 * network.latency_s, self._later, self._arrive, message)
 
     def end(self, status: Status) -> None:
         """The last thing that is sent."""
@@ -186,7 +185,7 @@ class SimulatedCall:
         return True
 
     async def details(self) -> str:
-        return "" if self._to_client.status is None else self._to_client.status[1]
+        return self._to_client.status[1] if self._to_client.status else ""
 
     async def _send_all(self, requests: AsyncIterator[Any]) -> None:
         async for message in requests:
@@ -364,7 +363,7 @@ class Network:
         self.shares: dict[str, Lane] = {}
         """What the processes at some addresses may use of the cores."""
         self.spread: Callable[[], float] = lambda: 1.0
-        self.lateness: Callable[[], float] = lambda: 1.0
+        self.lateness = self.spread
         self.strikes: Callable[[str], bool] = lambda fault: False  # whether a fault of this name happens now
         self.hosts: dict[str, Host] = {}
         self._silent_until: dict[frozenset[str], float] = {}

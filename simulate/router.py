@@ -67,7 +67,17 @@ class SimulatedStore:
         self._away_until, self._loses_answers = self._loop.time() + seconds, loses_answers
 
     async def write(self, writes: Sequence[Write]) -> list[Outcome]:
-        return await self._asked(lambda: self._logs.write(writes))
+        return await self._asked(lambda: self._write(writes))
+
+    async def _write(self, writes: Sequence[Write]) -> list[Outcome]:
+        """Raises AssertionError where a log goes back to a router from which another one has taken it."""
+        before = [await self._logs.read(write.key) for write in writes]
+        outcomes = await self._logs.write(writes)
+        for write, log in zip(writes, before, strict=True):
+            after = await self._logs.read(write.key)
+            if log is not None and after is not None:
+                assert after.claim.epoch >= log.claim.epoch, f"{write.key} went back to {after.claim} from {log.claim}"
+        return outcomes
 
     async def read(self, key: str) -> Log | None:
         return await self._asked(lambda: self._logs.read(key))

@@ -264,11 +264,15 @@ class SimulatedWorker:
             self._wake()
 
     def _probe(self) -> None:
-        """Raises AssertionError when the engine sleeps although a step could be launched: nobody would wake it."""
+        """Raises AssertionError when the engine sleeps although a step could be launched (nobody would wake it), or
+        computes for a router that is gone."""
         if self.is_dead:
             return
         loop, num_steps = self._cluster.loop, self.ranks.num_steps
         loop.call_later(PROBE_S, self._probe)
+        for sequence in self.core.decode.running:
+            key = sequence.request.key
+            assert self.core.reporter.is_heard(key), f"{self.spec.worker_id} decodes {key}, and nobody waits for it"
         if self._is_due or loop.time() < self._hangs_until:
             return
         has_ended = self.core.turn(wait=False)

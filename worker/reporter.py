@@ -62,6 +62,10 @@ class Reporter:
         self._gathered.pop(session, None)
         return [key for key, s in self._session_of.items() if s == session]
 
+    def is_heard(self, key: RequestKey) -> bool:
+        """Whether the session that a request came on is open."""
+        return self._session_of.get(key) in self._sessions
+
     def open_request(self, key: RequestKey, session: RouterSession, *, report_each_token: bool = False) -> None:
         self._session_of[key] = session
         if report_each_token:

@@ -90,12 +90,17 @@ BUGS = (
     Bug(
         "routers are not told of a block that was evicted",
         "engine.kv.block_manager:BlockManager._evict",
-        (("self._changes.evict(digest)", "pass"),),
+        (("self._changes.evict(evicted)", "pass"),),
     ),
     Bug(
         "a worker goes on with the requests of a router that is gone",
         "worker.core:Core.session_closed",
         (('self._cancel(key, "the router closed its session", None)', "pass"),),
+    ),
+    Bug(
+        "a stale claim accepted: a router writes to the journal of a generation that another one has taken over",
+        "cluster.state:judge",
+        (("if write.claim.is_fenced_by(held.claim):", "if False:"),),
     ),
     Bug(
         "a send slot is lost when its offer is dropped",
