@@ -130,11 +130,12 @@ def _rates(findings: PlanFindings) -> str:
     chart = Chart("Requests in time against the rate", about, x, _SHARES)
     chart.across(question.goal.share, f"asked: {question.goal.share:.0%}")
     chart.down(question.load.rate, f"{question.load.rate:g} /s")
-    for name, colour, share_of, level in _LINES:
-        line = [(point.rate, share_of(point)) for point in points]
-        chart.line(line, colour)
-        chart.dots([(x, y, f"{name} in {y:.1%} at {x:.4g} requests/s") for x, y in line], f"{colour} faint", 3.0)
-        chart.label(*_crossing(line, level), name, colour)
+    lines = [(line, [(point.rate, line[2](point)) for point in points]) for line in _LINES]
+    for (name, colour, *_), places in lines:
+        chart.line(places, colour)
+        chart.dots([(x, y, f"{name} in {y:.1%} at {x:.4g} requests/s") for x, y in places], f"{colour} faint", 3.0)
+    for (name, colour, _, level), places in lines:
+        chart.label(*_crossing(places, level), name, colour)
     return chart.svg
 
 
@@ -188,7 +189,7 @@ def _time_axis(found: Sequence[WindowSplit]) -> Axis:
 
 def _best_ratios(found: Sequence[WindowSplit], numbers: range) -> str:
     x = _time_axis(found)
-    y = Axis.up_to("workers for prefill", numbers[-1], min(6, numbers[-1]))
+    y = Axis.up_to("workers for prefill", numbers[-1], min(6, numbers[-1]), is_whole=True)
     some = found[:: max(1, len(found) // 12)]
     about = "; ".join(f"from {number(one.window.begin_s)} s on {one.best}" for one in some)
     chart = Chart("The best number of prefill workers over the day", about, x, y)

@@ -33,19 +33,20 @@ class Axis:
     ticks: tuple[Tick, ...]
 
     @classmethod
-    def up_to(cls, name: str, high: float, count: int = 6) -> Axis:
-        """From 0 to a round number of at least `high`, with round numbers between."""
-        width = round_step(high / count)
+    def up_to(cls, name: str, high: float, count: int = 6, *, is_whole: bool = False) -> Axis:
+        """From 0 to a round number of at least `high`, with round numbers between, or whole ones."""
+        width = round_step(high / count, is_whole=is_whole)
         num = max(1, math.ceil(high / width - 1e-9))
         return cls(name, 0.0, num * width, tuple(Tick(n * width, number(n * width)) for n in range(num + 1)))
 
 
-def round_step(least: float) -> float:
-    """The smallest of 1, 2, 2.5, 5 times a power of ten that is at least this."""
-    if not 0 < least < math.inf:
+def round_step(least: float, *, is_whole: bool = False) -> float:
+    """The smallest of 1, 2, 2.5, 5 times a power of ten that is at least this, or the smallest whole one."""
+    if not 0 < least < math.inf or (is_whole and least <= 1):
         return 1.0
     power = 10.0 ** math.floor(math.log10(least))
-    return next(step * power for step in _STEPS if step * power >= least * (1 - 1e-9))
+    steps = (step * power for step in _STEPS if not is_whole or step * power % 1 == 0)
+    return next(step for step in steps if step >= least * (1 - 1e-9))
 
 
 def number(value: float) -> str:
@@ -141,17 +142,27 @@ def stacked_bars(title: str, about: str, rows: Sequence[tuple[str, Sequence[BarP
         top = place * (_BAR + _GAP) + _GAP - 8
         _text(root, name, _NAMES - 10, top + _BAR / 2 + 5, "name", "end")
         ends = itertools.accumulate((part.value for part in parts), initial=0.0)
-        free = _NAMES
-        for begin, part in zip(ends, parts, strict=False):
-            text = f"{part.name} {number(part.value)} {unit}"
-            at = _NAMES + scale * begin
-            bar = _add(root, "rect", f"part {part.colour}", x=at, y=top, width=scale * part.value, height=_BAR)
+        begins = [_NAMES + scale * end for end in ends][: len(parts)]
+        texts = [f"{part.name} {number(part.value)} {unit}" for part in parts]
+        for begin, part, text in zip(begins, parts, texts, strict=True):
+            bar = _add(root, "rect", f"part {part.colour}", x=begin, y=top, width=scale * part.value, height=_BAR)
             _titled(bar, f"{name}: {text}")
-            place_at = max(free, at)
-            if place_at + 6.4 * len(text) < _WIDTH:
-                _text(root, text, place_at, top - 6, "tick", "start")
-                free = place_at + 6.4 * len(text) + 8
+        for at, text in zip(_apart(begins, texts), texts, strict=True):
+            _text(root, text, at, top - 6, "tick", "start")
     return ElementTree.tostring(root, encoding="unicode")
+
+
+def _apart(begins: Sequence[float], texts: Sequence[str]) -> list[float]:
+    """Where texts of one line begin that stand over their places, or beside one another, left of the right edge."""
+    widths = [6.4 * len(text) + 8 for text in texts]
+    found, free = list(begins), 0.0
+    for place, width in enumerate(widths):
+        found[place] = free = max(free, found[place])
+        free += width
+    free = _WIDTH
+    for place in reversed(range(len(found))):
+        found[place] = free = min(found[place], free - widths[place])
+    return found
 
 
 def _root(title: str, about: str, height: float) -> ElementTree.Element:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from scripted_router import ROOT, baton
 from cli.plan import PlannedLoad
 from cli.plan_page import page_of
 from cli.plan_view import PlanFindings, as_ms
-from cli.svg import Axis, Chart, Tick, round_step
+from cli.svg import Axis, BarPart, Chart, Tick, round_step, stacked_bars
 from cluster.config.load import parse_config
 from simulate.devices import find_device
 from simulate.estimates import OfferedLoad
@@ -116,6 +117,18 @@ def test_memory_is_drawn_to_scale(drawn: Drawn) -> None:
     assert widths["weights"] / widths["KV"] == pytest.approx(wanted, rel=0.01)
 
 
+def test_every_part_of_a_bar_is_named_however_narrow_it_is() -> None:
+    parts = [BarPart("weights", 99.0, "a"), BarPart("reserve", 0.5, "b"), BarPart("KV", 1.0, "c")]
+    texts = [
+        (text.text, float(text.get("x", "")))
+        for text in parsed(stacked_bars("t", "a", [("w", parts)], "GB")).iter(SVG + "text")
+    ]
+    named = [(text, x) for text, x in texts if text and text.endswith("GB")]
+    assert [text for text, _ in named] == ["weights 99 GB", "reserve 0.5 GB", "KV 1 GB"]
+    for (text, x), (_, following) in itertools.pairwise([*named, ("", 640.0)]):
+        assert x + 6.4 * len(text or "") < following
+
+
 def test_the_configuration_on_it_can_be_read(drawn: Drawn) -> None:
     (text,) = ["".join(pre.itertext()) for pre in parsed(drawn.text).iter("{http://www.w3.org/1999/xhtml}pre")]
     config = parse_config(text.replace("max_model_len: 2200", "max_model_len: 256"), "cluster.yaml")
@@ -146,6 +159,12 @@ def test_an_axis_ends_at_a_round_number(high: float, last: float) -> None:
     assert axis.high == pytest.approx(last, rel=0.11) and axis.high >= high
     assert [tick.value for tick in axis.ticks] == sorted({tick.value for tick in axis.ticks})
     assert round_step(0.3) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("high", "last"), [(1, 1), (7, 8), (13, 15), (140, 150)])
+def test_an_axis_of_workers_has_whole_numbers(high: int, last: int) -> None:
+    axis = Axis.up_to("workers", high, min(6, high), is_whole=True)
+    assert axis.high == last and all(tick.value % 1 == 0 for tick in axis.ticks)
 
 
 def test_text_from_outside_is_no_markup() -> None:
