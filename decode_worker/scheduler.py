@@ -80,10 +80,13 @@ class DecodeScheduler:
 
     def most_blocks_due(self) -> int:
         """Blocks that the running sequences may need for the next step, once the one under way has ended."""
-        block_size = self._blocks.block_size
-        return sum(
-            max(0, blocks_for(s.num_tokens + 1, block_size) - len(s.block_table)) + s.fan_out - 1 for s in self._running
-        )
+        block_size, num_due = self._blocks.block_size, 0
+        for sequence in self._running:
+            num_missing = sequence.num_tokens + 1 - len(sequence.block_table) * block_size
+            if num_missing > 0:
+                num_due += blocks_for(num_missing, block_size)
+            num_due += sequence.fan_out - 1
+        return num_due
 
     def can_plan_ahead(self) -> bool:
         """Whether the next step has room without preempting anyone: blocks of a step under way do not come back."""

@@ -53,7 +53,8 @@ class PrefillRole:
     @property
     def num_waiting(self) -> int:
         """Prompts that wait for the decode worker's reservation or for blocks here."""
-        return self._scheduler.num_waiting + sum(task.sequence is None for task in self._tasks.values())
+        num_opening = sum([task.sequence is None for task in self._tasks.values()]) if self._tasks else 0
+        return self._scheduler.num_waiting + num_opening
 
     @property
     def num_running(self) -> int:

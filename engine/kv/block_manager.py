@@ -13,7 +13,7 @@ Knows nothing of tensors, requests or time. Used from one thread.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, Iterable, KeysView, Sequence
+from collections.abc import Collection, KeysView, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -60,10 +60,10 @@ class CacheChanges:
     def has_stored(self) -> bool:
         return bool(self._stored) or self._has_overflowed
 
-    def store(self, block_hashes: Iterable[bytes]) -> None:
+    def store(self, block_hashes: Collection[bytes]) -> None:
         self._note(block_hashes, self._stored, self._evicted)
 
-    def evict(self, block_hashes: Iterable[bytes]) -> None:
+    def evict(self, block_hashes: Collection[bytes]) -> None:
         self._note(block_hashes, self._evicted, self._stored)
 
     def take(self, served: Collection[bytes]) -> CacheEvents | None:
@@ -77,14 +77,17 @@ class CacheChanges:
         self._stored, self._evicted = {}, {}
         return events
 
-    def _note(self, block_hashes: Iterable[bytes], here: dict[bytes, None], there: dict[bytes, None]) -> None:
+    def _note(self, block_hashes: Collection[bytes], here: dict[bytes, None], there: dict[bytes, None]) -> None:
         if self._has_overflowed:
             return
-        for block_hash in block_hashes:
-            if block_hash in there:
-                del there[block_hash]
-            else:
-                here[block_hash] = None
+        if there.keys().isdisjoint(block_hashes):
+            here.update(dict.fromkeys(block_hashes))
+        else:
+            for block_hash in block_hashes:
+                if block_hash in there:
+                    del there[block_hash]
+                else:
+                    here[block_hash] = None
         if len(here) + len(there) > self._most:
             self._stored, self._evicted = {}, {}
             self._has_overflowed = True
@@ -163,10 +166,12 @@ class BlockManager:
             if refcounts[block] > 0:
                 continue
             digest = digests.get(block)
-            if digest is not None and published.get(digest) == block:
+            if digest is None:
+                self._free.append(block)
+            elif published.get(digest) == block:
                 self._cached[block] = None
             else:
-                digests.pop(block, None)
+                del digests[block]
                 self._free.append(block)
 
     def begin_step(self) -> None:
@@ -226,12 +231,15 @@ class BlockManager:
             first = start // prefix_hash.GROUP * prefix_hash.GROUP
             end = min(first + prefix_hash.GROUP, num_full)
             parent = known[block_table[first - 1]] if first else prefix_hash.root_of(size)
-            digests = prefix_hash.block_hashes(parent, token_ids[first * size : end * size], size, key, start - first)
-            for block, digest in zip(block_table[start:end], digests, strict=True):
-                known[block] = digest
-                if digest not in published:
-                    published[digest] = block
-                    stored.append(digest)
+            tokens = token_ids[first * size : end * size]
+            group = block_table[start:end]
+            digests = list(prefix_hash.block_hashes(parent, tokens, size, key, start - first))
+            known.update(zip(group, digests, strict=True))
+            new = dict(zip(digests, group, strict=True))
+            for digest in published.keys() & new.keys():
+                del new[digest]
+            published.update(new)
+            stored += new
             start = end
         if self._changes is not None:
             self._changes.store(stored)
@@ -298,8 +306,8 @@ class BlockManager:
         """Frees so many cached blocks, least recently used first."""
         oldest = list(islice(self._cached, num_blocks))
         evicted = list(map(self._digests.pop, oldest))
-        for block, digest in zip(oldest, evicted, strict=True):
-            del self._cached[block], self._published[digest]
+        deque(map(self._cached.__delitem__, oldest), maxlen=0)  # all in one go
+        deque(map(self._published.__delitem__, evicted), maxlen=0)
         self._free += oldest
         if self._changes is not None:
             self._changes.evict(evicted)

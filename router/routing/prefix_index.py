@@ -252,9 +252,12 @@ class PrefixIndex:
         if events.evicted:
             self.holders.remove(bit, [h for h in events.evicted if hashes.pop(h, bit) is None])
         if events.stored:
-            unknown = dict.fromkeys([h for h in events.stored if h not in hashes])
-            new = list(islice(unknown, max(0, self._num_blocks - len(hashes))))
-            hashes.update(dict.fromkeys(new))
+            new = dict.fromkeys(events.stored)
+            if not hashes.keys().isdisjoint(new):
+                new = dict.fromkeys(h for h in new if h not in hashes)
+            if len(new) > (room := max(0, self._num_blocks - len(hashes))):
+                new = dict.fromkeys(islice(new, room))
+            hashes.update(new)
             self.holders.add(bit, new)
         return True
 
