@@ -13,7 +13,6 @@ from typing import Protocol
 from cluster.errors import Aborted, BatonError, NotFound, Unavailable
 from cluster.lifecycle import RequestState
 from cluster.pb import generation_pb2
-from router.api.call import Principal
 from simulate.client import RequestOutcome, SimRequest
 from simulate.model import END_TOKEN, VOCAB, seed_of
 from simulate.router import RouterLost, SimulatedRouter
@@ -103,9 +102,8 @@ class ApiClient:
         for told in self.outcome.told:
             told.has_ended = False
         time_left_s = None if self._generation_id else request.time_left_s
-        principal = Principal(request.tenant, request.tenant)
         try:
-            await router.generate(spec, principal, time_left_s, self._take)
+            await router.generate(spec, request.principal, time_left_s, self._take)
         except (BatonError, RouterLost) as error:
             return error
         return None

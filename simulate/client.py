@@ -10,9 +10,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from cluster.api_keys import KeyQuota
 from cluster.lifecycle import RequestState
 from cluster.pb import generation_pb2, worker_pb2
 from router.api.call import Principal, ValidatedRequest
+from router.queue.quota import UNLIMITED
 from router.routing.dispatcher import Dispatcher
 from router.stream.client_stream import StreamReader
 from router.stream.request import LiveRequest, RequestObserver
@@ -30,6 +32,11 @@ class SimRequest:
     max_output_tokens: int | None = None
     """What the client says that the output may be at most; None: what it is."""
     tenant: str = ""
+    """Also the id of its API key."""
+    weight: float = 1.0
+    """The tenant's."""
+    quota: KeyQuota = UNLIMITED
+    """The key's."""
     priority: int = 0
     time_left_s: float | None = None
     """Seconds to its deadline; None: it has none."""
@@ -51,6 +58,16 @@ class SimRequest:
     @property
     def at_s(self) -> float:
         return self.shape.at
+
+    @property
+    def principal(self) -> Principal:
+        return Principal(self.tenant, self.tenant, weight=self.weight, quota=self.quota)
+
+    @property
+    def cost(self) -> int:
+        """Tokens that it is counted for while it waits: its prompt, and the most that it may get."""
+        most = self.max_output_tokens or self.num_output_tokens
+        return self.shape.num_prompt_tokens + self.n * most
 
     @property
     def num_output_tokens(self) -> int:
@@ -90,6 +107,10 @@ class RequestOutcome:
     prefill_id: str = ""
     """The worker that its last attempt was to prefill on; empty: the decode worker, or it was not placed."""
     decode_id: str = ""
+    over_s: float | None = None
+    """When it was over for its router, whose client may read on; None: nobody has watched that."""
+    output_s: list[float] = field(default_factory=list)
+    """When its router got each of its tokens, if that was watched."""
 
     def __post_init__(self) -> None:
         self.told = [Told() for _ in range(self.request.n)]
@@ -153,8 +174,9 @@ class RequestOutcome:
 
     def check_times(self, queue_timeout_s: float) -> None:
         """Raises AssertionError where it was given to workers after its deadline, or waited longer than any may."""
-        if self.placed_s is not None:
-            waited_s, left_s = self.placed_s - self.request.at_s, self.request.time_left_s
+        waited_until_s = self.over_s if self.placed_s is None else self.placed_s
+        if waited_until_s is not None:
+            waited_s, left_s = waited_until_s - self.request.at_s, self.request.time_left_s
             most_s = queue_timeout_s if left_s is None else min(queue_timeout_s, left_s)
             assert waited_s <= most_s + 1e-6, (
                 f"request {self.number} waited {waited_s:.3f} s, and {most_s:.3f} are most"
@@ -180,6 +202,21 @@ class _NoText:
         return ""
 
 
+class Witness(RequestObserver):
+    """Notes when a router got each token of a request, and when the request was over for it."""
+
+    def __init__(self, outcome: RequestOutcome, clock: Callable[[], float], begun_at: float) -> None:
+        self._outcome = outcome
+        self._clock = clock
+        self._begun_at = begun_at
+
+    def on_tokens(self, count: int, interval_s: float | None) -> None:
+        self._outcome.output_s += [self._clock() - self._begun_at] * count
+
+    def on_end(self, live: LiveRequest) -> None:
+        self._outcome.over_s = self._clock() - self._begun_at
+
+
 async def run_client(
     dispatcher: Dispatcher,
     number: int,
@@ -187,6 +224,8 @@ async def run_client(
     seed: int,
     begun_at: float,
     way: Callable[[], Awaitable[None]] | None = None,
+    *,
+    is_watched: bool = False,
 ) -> RequestOutcome:
     """Submits a request and reads its stream to its end. `seed`: of the prompts. `begun_at`: the begin of the run on
     the router's clock. `way`: waits while the request is on its way, and its first and its last tokens; None: not."""
@@ -194,6 +233,8 @@ async def run_client(
     if way is not None:
         await way()
     live = _live(number, request, tuple(request.shape.prompt(VOCAB, seed, number)), clock(), is_streaming=True)
+    if is_watched:
+        live.observers.append(Witness(outcome, clock, begun_at))
     _submit(dispatcher, live, request)
     reader = StreamReader(live)
     while True:
@@ -261,7 +302,7 @@ def _live(number: int, request: SimRequest, prompt: tuple[int, ...], now: float,
         now=now,
         arrival_time_s=now,
         is_streaming=is_streaming,
-        principal=Principal(key_id=request.tenant, tenant=request.tenant),
+        principal=request.principal,
     )
 
 

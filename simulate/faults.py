@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from simulate.controller import SimulatedController
 from simulate.network import Network
 from simulate.router import SimulatedRouter, SimulatedStore
 from simulate.virtual_loop import VirtualLoop
@@ -19,6 +20,7 @@ from simulate.worker import SimulatedWorker, WorkerSpec
 WORKER_FAULTS = ("worker died", "worker stopped", "engine hung", "worker slow", "machine died")
 LABEL_FAULTS = ("worker drained", "role changed")
 """Routers are told so of a worker; what decodes there is handed over to others as it is."""
+CONTROLLER_FAULTS = ("controller died", "controller stopped")
 ROUTER_FAULTS = ("router died", "store away", "store mute")
 """A mute store does what it is asked for, and its answers are lost."""
 NETWORK_FAULTS = ("link cut", "link silent", "messages late")
@@ -52,11 +54,14 @@ class Stage(Protocol):
     @property
     def routers(self) -> Mapping[str, SimulatedRouter]: ...
     @property
+    def controller(self) -> SimulatedController | None: ...
+    @property
     def store(self) -> SimulatedStore: ...
     @property
     def random(self) -> random.Random: ...
     def start(self, spec: WorkerSpec) -> SimulatedWorker: ...
     def start_router(self, name: str) -> SimulatedRouter: ...
+    def start_controller(self) -> None: ...
     def label(self, worker_id: str, role: str, *, is_draining: bool = False) -> None: ...
     def count(self, fault: str) -> None: ...
 
@@ -80,6 +85,8 @@ class FaultEvent:
             has_struck = self._strike_network(stage)
         elif self.kind in ROUTER_FAULTS:
             has_struck = self._strike_router(stage)
+        elif self.kind in CONTROLLER_FAULTS:
+            has_struck = self._strike_controller(stage, stage.controller)
         elif self.kind in LABEL_FAULTS:
             has_struck = self._strike_label(stage, stage.workers[self.worker_id].spec.role)
         else:
@@ -108,7 +115,18 @@ class FaultEvent:
 
     def _kill(self, stage: Stage, worker: SimulatedWorker) -> None:
         worker.die()
-        stage.loop.call_later(self.for_s, stage.start, worker.spec)
+        if stage.controller is None:
+            stage.loop.call_later(self.for_s, stage.start, worker.spec)
+
+    def _strike_controller(self, stage: Stage, controller: SimulatedController | None) -> bool:
+        if controller is None or controller.is_dead:
+            return False
+        if self.kind == "controller died":
+            controller.die()
+            stage.loop.call_later(self.for_s, stage.start_controller)
+        else:
+            controller.stop(self.for_s)
+        return True
 
     def _strike_label(self, stage: Stage, role: str) -> bool:
         is_drained = self.kind == "worker drained"
@@ -157,10 +175,18 @@ class FaultPlan:
 
     @classmethod
     def random(
-        cls, rng: random.Random, worker_ids: Sequence[str], until_s: float, *, has_routers: bool = False
+        cls,
+        rng: random.Random,
+        worker_ids: Sequence[str],
+        until_s: float,
+        *,
+        has_routers: bool = False,
+        has_controller: bool = False,
     ) -> FaultPlan:
-        """Some faults of some kinds, none of which lasts beyond `until_s` seconds. `has_routers`: that may die."""
-        possible = WORKER_FAULTS + LABEL_FAULTS + NETWORK_FAULTS + (ROUTER_FAULTS if has_routers else ())
+        """Some faults of some kinds, none of which lasts beyond `until_s` seconds. `has_routers`: that may die.
+        `has_controller`: it says which worker has which role."""
+        possible = [*WORKER_FAULTS, *NETWORK_FAULTS, *(CONTROLLER_FAULTS if has_controller else LABEL_FAULTS)]
+        possible += ROUTER_FAULTS if has_routers else ()
         kinds = rng.sample(possible, rng.randint(1, 4))
         events = []
         for _ in range(rng.randint(1, 8)):

@@ -9,10 +9,13 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from cluster.api_keys import KeyQuota
 from cluster.config.choices import PolicyName
-from cluster.config.schema import RouterSection, TransferSection
+from cluster.config.schema import AutoSection, RouterSection, TransferSection
 from cluster.step_cost import StepCost
+from router.queue.quota import UNLIMITED
 from simulate.client import SimRequest
+from simulate.controller import ControllerSpec
 from simulate.curves import LinearCurve
 from simulate.faults import FaultPlan
 from simulate.wire import WireSpec
@@ -39,7 +42,9 @@ class Scenario:
         rng = random.Random(f"scenario {seed}")
         spec = _random_spec(rng)
         names = [worker.worker_id for worker in spec.workers]
-        faults = FaultPlan.random(rng, names, FAULTS_UNTIL_S, has_routers=spec.num_routers > 0)
+        faults = FaultPlan.random(
+            rng, names, FAULTS_UNTIL_S, has_routers=spec.num_routers > 0, has_controller=spec.controller is not None
+        )
         return cls(seed, spec, _random_load(rng, seed), faults)
 
     def run(self, *, keeps_trace: bool = False) -> RunResult:
@@ -78,25 +83,64 @@ def _random_spec(rng: random.Random) -> ClusterSpec:
         max_pairs=rng.choice((1, 2, 16)),
         timeout_s=rng.choice((0.1, 1.0, 5.0)),
     )
-    policy = rng.choice(POLICIES)
     router = RouterSection(
-        http_port=None, policy=policy, queue_timeout_s=rng.choice((5.0, 60.0)), resume_window_s=rng.choice((1.0, 5.0))
+        http_port=None,
+        policy=rng.choice(POLICIES),
+        queue_timeout_s=rng.choice((5.0, 60.0)),
+        resume_window_s=rng.choice((1.0, 5.0)),
+        max_running_requests=rng.choice((None, None, 3, 8)),
     )
     jitter = rng.choice((0.0, 0.0, 1.0, 10.0))
-    num_routers = rng.choice((0, 1, 2, 3))
-    return ClusterSpec(tuple(workers), router, transfer, jitter=jitter, num_routers=num_routers, is_watched=True)
+    num_routers = rng.choice((0, 0, 1, 2, 3))
+    controller = None
+    if not num_routers and rng.random() < 0.6:
+        num_prefill = sum(worker.role == "prefill" for worker in workers)
+        controller = ControllerSpec(
+            rng.choice(("auto", "auto", "fixed")),
+            AutoSection(confirm_s=1.0, cooldown_s=1.0, dwell_s=2.0),
+            min_prefill=min(num_prefill, rng.randint(0, 1)),
+            launch_s=rng.choice((0.1, 1.0)),
+        )
+    return ClusterSpec(
+        tuple(workers),
+        router,
+        transfer,
+        jitter=jitter,
+        controller=controller,
+        num_routers=num_routers,
+        is_watched=True,
+    )
+
+
+def _random_quota(rng: random.Random) -> KeyQuota:
+    """Of an API key; mostly none."""
+    if rng.random() < 0.8:
+        return UNLIMITED
+    return KeyQuota(
+        requests_per_min=rng.choice((None, 5, 15)),
+        prompt_tokens_per_min=rng.choice((None, 400, 2000)),
+        output_tokens_per_min=rng.choice((None, 50, 300)),
+        max_concurrent=rng.choice((None, 1, 3)),
+    )
 
 
 def _random_load(rng: random.Random, seed: int) -> tuple[SimRequest, ...]:
     prefixes = SharedPrefixes(rng.choice((0, 40, 100)), num=rng.randint(1, 4))
     shapes = random_shapes(rng.randint(10, 50), uniform(120, 20, 0.95), seed, prefixes)
+    weights = {"": 1.0, "a": 1.0, "b": rng.choice((1.0, 3.0))}
+    quotas = {"": UNLIMITED, "a": _random_quota(rng), "b": _random_quota(rng)}
+    has_priorities, shares = rng.random() < 0.3, rng.choice(((1, 1, 1), (1, 8, 1)))
     requests = []
     for shape in at_rate(shapes, rng.choice((3.0, 10.0, 50.0)), 1.0, seed):
+        (tenant,) = rng.choices(("", "a", "b"), shares)
         requests.append(
             SimRequest(
                 shape,
                 max_output_tokens=rng.choice((None, 100)),
-                tenant=rng.choice(("", "a", "b")),
+                tenant=tenant,
+                weight=weights[tenant],
+                quota=quotas[tenant],
+                priority=rng.choice((0, 0, 5, -5)) if has_priorities else 0,
                 leaves_after_s=rng.uniform(0.0, 2.0) if rng.random() < 0.1 else None,
                 pause_s=rng.choice((0.0, 0.0, 0.0, 0.3)),
                 time_left_s=rng.uniform(0.1, 10.0) if rng.random() < 0.1 else None,

@@ -137,7 +137,7 @@ class SimulatedWorker:
         self.incarnation = incarnation
         self._cluster = cluster
         self._is_due = False
-        self.is_dead = False
+        self.died: asyncio.Future[None] = cluster.loop.create_future()
         self._hangs_until = 0.0
         self._heartbeat: asyncio.Task[None] | None = None
         """None in the fast fidelity, in which nobody falls silent."""
@@ -206,9 +206,13 @@ class SimulatedWorker:
     def address(self) -> str:
         return self.host.address
 
+    @property
+    def is_dead(self) -> bool:
+        return self.died.done()
+
     def die(self) -> None:
         """Nothing of it runs any more."""
-        self.is_dead = True
+        self.died.set_result(None)
         self._end_heartbeat()
         self.ranks.die()
         self.host.close()

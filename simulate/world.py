@@ -44,6 +44,8 @@ from simulate.workload import RequestShape
 __all__ = ["Cluster", "ClusterSpec", "RunResult", "SimRequest", "WorkerSpec", "WorkerUse"]
 
 Fidelity = Literal["full", "fast"]
+ROUTER = "router:1"
+"""Address of the router where there is one."""
 START_S = 1.0
 """The workers have connected by then, and the run begins."""
 SETTLE_S = 2.0
@@ -147,6 +149,7 @@ class Cluster:
         self.num_faults: Counter[str] = Counter()
         """Faults that took effect."""
         self.controller: SimulatedController | None = None
+        """Its present life, or its last one."""
 
     def run(
         self,
@@ -224,7 +227,7 @@ class Cluster:
     # The run
 
     async def _main(self, requests: list[SimRequest]) -> tuple[list[RequestOutcome], float]:
-        controlling = self._begin()
+        self._begin()
         await asyncio.sleep(START_S - self.loop.time())
         for fault in self._faults.events:
             self.loop.call_later(fault.at_s, fault.strike, self)
@@ -235,9 +238,9 @@ class Cluster:
         duration_s = self.loop.time() - START_S
         until_s = self._faults.until_s
         await asyncio.sleep(max(0.0, until_s - duration_s) + (HEAL_S if until_s else SETTLE_S))
-        if controlling is not None and controlling.done():
-            controlling.result()  # it never ends but by an error
-        check_run(self, outcomes)
+        if self.controller is not None:
+            self.controller.check()
+        check_run(self, outcomes, self.spec.router.queue_timeout_s)
         return outcomes, duration_s
 
     def start(self, spec: WorkerSpec) -> SimulatedWorker:
@@ -246,26 +249,31 @@ class Cluster:
         worker = self.workers[spec.worker_id] = SimulatedWorker(self, spec, self.spec.transfer, self.spec.slo, life)
         return worker
 
-    def _begin(self) -> asyncio.Task[None] | None:
-        """Starts everything, and returns the controller, if there is one: it starts the workers then."""
+    def _begin(self) -> None:
+        """Starts everything; where there is a controller, that starts the workers."""
         if self.spec.controller is not None:
-            return self._begin_controlled(self.spec.controller)
+            host = Host(self.network, ROUTER)
+            self._dispatcher = self._new_dispatcher(host)
+            serve_control(host, self._dispatcher, self._settings())
+            self.start_controller()
+            return
         for worker in self.spec.workers:
             self.start(worker)
         for number in range(self.spec.num_routers):
             self.start_router(f"router-{number}")
         if not self.routers:
-            self._dispatcher = self._new_dispatcher(Host(self.network, "router:1"))
+            self._dispatcher = self._new_dispatcher(Host(self.network, ROUTER))
             self._dispatcher.set_workers(self._addresses())
-        return None
 
-    def _begin_controlled(self, controller: ControllerSpec) -> asyncio.Task[None]:
-        spec, host = self.spec, Host(self.network, "router:1")
-        self._dispatcher = self._new_dispatcher(host)
-        serve_control(host, self._dispatcher, self._settings())
-        config = config_of(controller, spec.workers, spec.router, spec.transfer, spec.slo)
-        self.controller = SimulatedController(self, controller, config, spec.workers, host.address, begins_at=START_S)
-        return asyncio.create_task(self.controller.run())
+    def start_controller(self) -> None:
+        """Begins a life of the controller."""
+        spec = self.spec
+        assert spec.controller is not None
+        config = config_of(spec.controller, spec.workers, spec.router, spec.transfer, spec.slo)
+        self.controller = SimulatedController(
+            self, spec.controller, config, spec.workers, ROUTER, begins_at=START_S, before=self.controller
+        )
+        self.controller.start()
 
     def start_router(self, name: str) -> SimulatedRouter:
         """Begins a life of a router."""
@@ -285,14 +293,6 @@ class Cluster:
         if not self.routers:
             return [self._dispatcher]
         return [router.dispatcher for router in self.routers.values() if not router.is_dead]
-
-    @property
-    def now(self) -> float:
-        return self.loop.time()
-
-    @property
-    def queue_timeout_s(self) -> float:
-        return self.spec.router.queue_timeout_s
 
     def label(self, worker_id: str, role: str, *, is_draining: bool = False) -> None:
         """Routers are told so of a worker from now on."""
@@ -358,7 +358,8 @@ class Cluster:
             outcome = await ApiClient(self, number, request, self.seed, begun_at).run()
         else:
             way = None if self.cores is None else partial(self.cores.wait, self.spec.client_s)
-            outcome = await run_client(self._dispatcher, number, request, self.seed, begun_at, way)
+            client = run_client(self._dispatcher, number, request, self.seed, begun_at, way, is_watched=self.is_watched)
+            outcome = await client
         self._note_end(outcome)
         return outcome
 

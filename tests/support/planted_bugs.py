@@ -103,6 +103,26 @@ BUGS = (
         (("if write.claim.is_fenced_by(held.claim):", "if False:"),),
     ),
     Bug(
+        "a key may have any number of live requests",
+        "router.queue.quota:Quotas.begin",
+        (("key.num_live += 1", "pass"),),
+    ),
+    Bug(
+        "a tenant that sends much gets all: requests are served as they came",
+        "router.queue.fair_order:_Class.first",
+        (("(self.backlogged[n].start, self.backlogged[n].head.arrival)", "self.backlogged[n].head.arrival"),),
+    ),
+    Bug(
+        "a worker that has died is not brought back",
+        "controller.supervisor:RestartPolicy.ended",
+        (("return Restart(min(", "return GiveUp(why, is_mistake=False) if True else Restart(min("),),
+    ),
+    Bug(
+        "a new controller ends what it finds",
+        "controller.adoption:choose",
+        (("and all(process.card for process in ranks)", "and False"),),
+    ),
+    Bug(
         "a send slot is lost when its offer is dropped",
         "prefill_worker.sender:Sender._drop_offers",
         (("self._free_slot(chunk)", "pass"),),

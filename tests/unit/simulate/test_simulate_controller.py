@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from cluster.config.schema import AutoSection, SloSection
 from cluster.step_cost import StepCost
+from controller.supervisor import GiveUp, RestartPolicy
 from simulate.controller import ControllerSpec, SplitSince
 from simulate.curves import LinearCurve
+from simulate.faults import FaultEvent, FaultPlan
 from simulate.workload import RequestShape, at_rate, random_shapes, uniform
 from simulate.world import Cluster, ClusterSpec, RunResult, WorkerSpec
 
@@ -66,3 +70,32 @@ def test_workers_are_added_and_taken_away_again() -> None:
     sizes = [split.num_prefill + split.num_decode for split in result.splits]
     assert max(sizes) == 5 and sizes[-1] == 4, result.splits
     assert all(outcome.is_finished for outcome in result.outcomes)
+
+
+def test_a_controller_that_dies_is_followed_by_one_that_brings_back_what_has_died_meanwhile() -> None:
+    controller = replace(AUTO, launch_s=0.5)
+    spec = replace(ClusterSpec.of_ratio(2, 2, WORKER, slo=SLO, controller=controller), is_watched=True)
+    events = (
+        FaultEvent(3.0, "controller died", 4.0, "decode-0"),
+        FaultEvent(4.0, "worker died", 1.0, "decode-0"),
+        FaultEvent(12.0, "controller stopped", 3.0, "decode-0"),
+        FaultEvent(12.5, "worker died", 1.0, "prefill-1"),
+    )
+    cluster = Cluster(spec, seed=1, faults=FaultPlan(events, until_s=16.0), keeps_trace=True)
+    result = cluster.run([*prompts(0.0, 20.0, 5.0), *outputs(20.0, 20.0, 8.0)], limit_s=600)
+    assert all(outcome.is_finished for outcome in result.outcomes)
+    assert result.num_faults == {"controller died": 1, "worker died": 2, "controller stopped": 1}
+    assert cluster.controller is not None and cluster.controller.saved.life == 2
+    for name, since in (("decode-0", 7.0), ("prefill-1", 15.0)):
+        ready = [float(line.split()[0]) - 1 for line in result.trace if f"controller: {name} is ready" in line]
+        assert any(since < at_s < since + 3 for at_s in ready), (name, ready)
+    assert {worker.is_dead for worker in cluster.workers.values()} == {False}
+
+
+def test_a_worker_that_is_not_brought_back_is_found() -> None:
+    spec = ClusterSpec.of_ratio(1, 2, WORKER, slo=SLO, controller=replace(AUTO, mode="fixed"))
+    plan = FaultPlan((FaultEvent(1.0, "worker died", 1.0, "decode-0"),), until_s=2.0)
+    cluster = Cluster(spec, seed=1, faults=plan)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(AssertionError, match="not brought back decode-0"):
+        patch.setattr(RestartPolicy, "ended", lambda self, now, why, is_mistake=False: GiveUp(why, is_mistake))
+        cluster.run(outputs(0.0, 3.0, 2.0), limit_s=600)

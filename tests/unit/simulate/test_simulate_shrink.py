@@ -16,7 +16,7 @@ SLEEP = next(bug for bug in BUGS if bug.name.startswith("a missed wake-up"))
 
 
 def test_a_scenario_that_fails_is_left_with_what_it_fails_by() -> None:
-    scenario = Scenario.of(1)
+    scenario = Scenario.of(2)
     with planted(SLEEP):
         how = how_it_fails(scenario)
         kept = Shrinker(scenario, how).shrink()
