@@ -26,7 +26,8 @@ INDEX_NAME = "model.safetensors.index.json"
 _LENGTH_BYTES = 8
 """What a safetensors file begins with: the length of its header."""
 _FLOAT_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_WORD_TYPES = {"I32": torch.int32}
+_CODE_TYPES = {torch.int32: "I32", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3"}
+"""Types of what stands for a weight, which are read as they are."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,8 @@ class Checkpoint:
         """Copies one slice into `out` (of `part.local_shape`), converting its type if that is of floating point.
 
         On a GPU `out` is contiguous, and what is launched next on the current stream finds it written. Raises
-        CheckpointError when the tensor is missing, has another shape, is not of floating point (not int32, where `out`
-        is), or when the file cannot be read.
+        CheckpointError when the tensor is missing, has another shape, is not of floating point (where `out` is int32,
+        int8 or fp8: not of that type), or when the file cannot be read.
         """
         file = self._file_of_tensor.get(part.name)
         if file is None:
@@ -117,7 +118,7 @@ class Checkpoint:
         found = tuple(source.get_shape())
         if found != part.shape:
             raise CheckpointError(f"{where} has shape {list(found)}, but config.json asks for {list(part.shape)}")
-        types = _WORD_TYPES if out.dtype == torch.int32 else _FLOAT_TYPES
+        types = {_CODE_TYPES[out.dtype]: out.dtype} if out.dtype in _CODE_TYPES else _FLOAT_TYPES
         if source.get_dtype() not in types:
             raise CheckpointError(f"{where} has type {source.get_dtype()}; Baton reads {', '.join(types)}")
         self._unread.discard(part.name)
@@ -150,6 +151,10 @@ class Checkpoint:
             stream.read(runs, dtype, out)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.describe(part.name)} cannot be read: {error}; fetch the file again") from None
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Of a tensor that is there."""
+        return tuple(self._handles[self._file_of_tensor[name]].get_slice(name).get_shape())
 
     def describe(self, name: str) -> str:
         """A tensor that is there and its file, to begin an error with."""

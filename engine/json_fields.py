@@ -29,6 +29,10 @@ class Fields:
         self._values = values
         self._where = where
 
+    @property
+    def names(self) -> list[str]:
+        return list(self._values)
+
     def get(self, name: str) -> Any:
         return self._values.get(name)
 

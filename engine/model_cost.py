@@ -23,10 +23,11 @@ from engine.kv.pool import cell_size
 from engine.models.config import ModelConfig
 from engine.models.decoder import MatrixShape, layer_matrices, layer_vector_elements, vocabulary_matrix
 from engine.models.experts import ExpertsConfig
-from engine.native.structures import INT4_ZEROS
+from engine.native.structures import INT4_ZEROS, INT8
 from engine.quantization.integers import multiplies_quantized, stored_bytes
 from engine.quantization.interface import Kernels, TritonProducts, weight_formats
 from engine.quantization.plain import keeps_plain
+from engine.quantization.scaled import Scaling
 from engine.step_input import StepInput
 
 Lengths = npt.NDArray[np.int64]
@@ -140,6 +141,8 @@ def _linear_bytes(config: ModelConfig, linear: MatrixShape, form: WeightForm, is
     if not linear.is_rounded:
         return form.unrounded_bytes_of(linear.shape)
     packing = config.packing if linear.is_packed and form.keeps_codes else None
+    if isinstance(packing, Scaling):
+        return stored_bytes(linear.shape, INT8, 0, form.are_codes_tiled)
     group = None if packing is None else packing.kept_group(linear.shape[1], linear.num_ranks)
     if packing is not None and group is not None:
         order = linear.shape[1] * torch.int64.itemsize if packing.is_scattered(linear.shape[1]) else 0

@@ -127,7 +127,8 @@ class ModelRunner:
         model = Decoder(self.config, loader, report)
         if self.config.packing is not None:
             checkpoint.discard_zeros(".bias")  # which some writers add to every packed layer
-        ignored = (*UNUSED_TENSORS, "lm_head.weight") if self.config.tie_word_embeddings else UNUSED_TENSORS
+        ignored = UNUSED_TENSORS + (() if self.config.packing is None else self.config.packing.unused_tensors)
+        ignored += ("lm_head.weight",) if self.config.tie_word_embeddings else ()
         checkpoint.check_all_read(ignored)
         return model
 

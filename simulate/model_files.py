@@ -118,8 +118,13 @@ def _quantization(fields: Fields, where: str) -> QuantizationName:
         return "int8" if packed.get("bits") == 8 else "int4"
     if method == "mxfp4":
         return "int4"
+    if method == "compressed-tensors":
+        for name in packed.within("config_groups").names:
+            weights = packed.within("config_groups").within(name).within("weights")
+            return "int4" if weights.get("num_bits") == 4 else "fp8" if weights.get("type") == "float" else "int8"
     raise CheckpointError(
-        f"{where}: quantization_config.quant_method {method!r} is not known here; plans know fp8, awq, gptq, mxfp4: "
+        f"{where}: quantization_config.quant_method {method!r} is not known here; plans know fp8, awq, gptq, "
+        "mxfp4, compressed-tensors: "
         "remove it and name --quantization"
     )
 

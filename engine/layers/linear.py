@@ -10,7 +10,7 @@ Legend: T tokens, I inputs, O outputs of this rank, E hidden_size, V vocab_size,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -21,7 +21,9 @@ from engine.layers.ops import Ops
 from engine.quantization.fp8 import ScaledFp8Matrix
 from engine.quantization.integers import make_quantized
 from engine.quantization.interface import Kernels, Matrix, RoundedRows, Rows, make_matrix
-from engine.quantization.packed import Packing, keep_codes, read_codes
+from engine.quantization.packed import keep_codes, read_codes
+from engine.quantization.scaled import Scaling
+from engine.quantization.stored import Stored
 from engine.tp import TPGroup
 
 
@@ -35,7 +37,7 @@ class Loader:
     dtype: torch.dtype
     kernels: Kernels | None
     quantization: str
-    packing: Packing | None
+    packing: Stored | None
     keeps_codes: bool
     """Whether what is packed stays so where it can (`Packing.keeps_codes`)."""
     ops: Ops
@@ -51,6 +53,8 @@ class Loader:
 
     def _keep(self, parts: Sequence[TensorSlice]) -> Matrix | None:
         """None where a part is plain, or packed codes cannot be multiplied as they are."""
+        if isinstance(self.packing, Scaling):
+            return self._keep_int8(self.packing, parts)
         if self.packing is None or any(part.name in self.checkpoint for part in parts):
             return None
         found = keep_codes([read_codes(self.checkpoint, self.packing, part, self.device) for part in parts])
@@ -59,11 +63,18 @@ class Loader:
         weight, order = found
         return make_quantized(weight, self.kernels, order)
 
+    def _keep_int8(self, scaling: Scaling, parts: Sequence[TensorSlice]) -> Matrix | None:
+        if not all(scaling.has(self.checkpoint, part) for part in parts):
+            return None
+        whole = [scaling.read_int8(self.checkpoint, part, self.device) for part in parts]
+        data, scales = torch.cat([part.data for part in whole]), torch.cat([part.scales for part in whole])
+        return make_quantized(replace(whole[0], data=data, scales=scales), self.kernels)
+
     def _read_weight(self, part: TensorSlice, out: torch.Tensor) -> None:
-        if self.packing is None or part.name in self.checkpoint:
+        if self.packing is None:
             self.checkpoint.read(part, out)
         else:
-            read_codes(self.checkpoint, self.packing, part, self.device).decode(out)
+            self.packing.read(self.checkpoint, part, out)
 
     def _join(self, parts: Sequence[TensorSlice], read: Callable[[TensorSlice, torch.Tensor], None]) -> torch.Tensor:
         rows = sum(part.local_shape[0] for part in parts)

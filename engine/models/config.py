@@ -13,7 +13,7 @@ from cluster.errors import CheckpointError, ConfigError
 from engine.json_fields import Fields, read_json
 from engine.models.experts import ExpertsConfig
 from engine.models.registry import FAMILIES
-from engine.quantization.packed import Packing, read_packing
+from engine.quantization.stored import Stored, read_stored
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -76,8 +76,8 @@ class ModelConfig:
     """For each layer, how many tokens a token sees, itself included; None: all before it."""
     dtype: str
     eos_token_ids: tuple[int, ...]
-    packing: Packing | None = None
-    """The packing of its linear layers; None: plain weights."""
+    packing: Stored | None = None
+    """How its checkpoint stores the linear layers; None: as plain weights."""
     experts: ExpertsConfig | None = None
 
     @property
@@ -127,7 +127,7 @@ class ModelConfig:
             layer_windows=family.layer_windows(fields, num_layers),
             dtype=_dtype(fields),
             eos_token_ids=_eos_token_ids(folder, fields),
-            packing=read_packing(fields),
+            packing=read_stored(fields),
             experts=family.experts(fields, num_layers),
         )
         config._check_heads()

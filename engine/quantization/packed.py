@@ -1,8 +1,9 @@
-"""Reads linear layers that a checkpoint holds as packed integers, AWQ and GPTQ, and what its config says of them.
+"""Reads linear layers that a checkpoint holds as packed integers: AWQ, GPTQ and compressed-tensors' `pack-quantized`.
 
-`Packing` is what `quantization_config` says; what would be read wrongly is refused. Each int32 holds several codes, the
-first in its lowest bits. GPTQ packs along the inputs; AWQ along the outputs, and interleaves the eight of a word; both
-pack zero points along the outputs. A slice is read in whole words and whole groups around it.
+`Packing` is what `quantization_config` says (`engine.quantization.stored` reads it). Each int32 holds several codes,
+the first in its lowest bits. GPTQ and compressed-tensors pack along the inputs; AWQ along the outputs, and interleaves
+the eight of a word; all pack zero points along the outputs. compressed-tensors has outputs first, the others inputs. A
+slice is read in whole words and whole groups around it.
 
 Legend: O outputs, I inputs, G groups of inputs.
 """
@@ -12,22 +13,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from cluster.errors import CheckpointError
 from engine.checkpoint import Checkpoint, TensorSlice
-from engine.json_fields import Fields
 from engine.native.structures import INT4_SPAN
 from engine.quantization.integers import Quantized, keep
 from engine.quantization.interface import Kernels, TritonProducts
 
-Method = Literal["awq", "gptq"]
-_WHERE = "config.json: quantization_config"
-_BITS = {"awq": (4,), "gptq": (4, 8)}
-_LAYOUTS: dict[Method, tuple[str, ...]] = {"awq": ("gemm",), "gptq": ("gptq", "gptq_v2")}
+Method = Literal["awq", "gptq", "compressed-tensors"]
 WORD_BITS = 32
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """The place in its word at which AWQ puts each of eight outputs."""
@@ -39,7 +36,8 @@ _CPU = torch.device("cpu")
 class Packing:
     """Weights are (code - zero point) * scale; each group of inputs of an output has its zero point and scale.
 
-    AWQ (arXiv 2306.00978) as AutoAWQ's `gemm`; GPTQ (arXiv 2210.17323) as AutoGPTQ and GPTQModel write it.
+    AWQ (arXiv 2306.00978) as AutoAWQ's `gemm`; GPTQ (arXiv 2210.17323) as AutoGPTQ and GPTQModel write it;
+    compressed-tensors as llm-compressor does.
     """
 
     method: Method
@@ -54,10 +52,36 @@ class Packing:
     has_order: bool
     """Inputs of a group do not lie together: g_idx names the group of each (GPTQ's desc_act)."""
 
+    unused_tensors = (".weight_shape",)
+    """Endings of tensors that say nothing which config.json does not."""
+
     @property
     def per_word(self) -> int:
         """Codes in one int32."""
         return WORD_BITS // self.bits
+
+    @property
+    def is_outputs_first(self) -> bool:
+        return self.method == "compressed-tensors"
+
+    def name(self, layer: str, what: Literal["codes", "zeros", "scales", "groups"]) -> str:
+        """Returns the name of a layer's tensor."""
+        names = ("weight_packed", "weight_zero_point", "weight_scale", "weight_g_idx")
+        names = names if self.method == "compressed-tensors" else ("qweight", "qzeros", "scales", "g_idx")
+        return f"{layer}.{dict(zip(('codes', 'zeros', 'scales', 'groups'), names, strict=True))[what]}"
+
+    def cut(self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int) -> TensorSlice:
+        """Returns a slice of a tensor whose shape and `dim` are given with outputs last, as it is stored."""
+        if self.is_outputs_first:
+            return TensorSlice(name, shape[::-1], 1 - dim, start, stop)
+        return TensorSlice(name, shape, dim, start, stop)
+
+    def read(self, checkpoint: Checkpoint, part: TensorSlice, out: Tensor) -> None:
+        """Copies a slice of a weight [O, I] into `out`, packed or plain. Raises CheckpointError as `read_codes`."""
+        if part.name in checkpoint:
+            checkpoint.read(part, out)
+        else:
+            read_codes(checkpoint, self, part, out.device).decode(out)
 
     def keeps_codes(self, quantization: str, dtype: torch.dtype, kernels: Kernels | None) -> bool:
         """Whether a model that is loaded so multiplies with codes of four bits as they are, wherever that can be.
@@ -87,48 +111,6 @@ class Packing:
 
     def num_groups(self, num_inputs: int) -> int:
         return 1 if self.group_size is None else -(-num_inputs // self.group_size)
-
-
-def read_packing(fields: Fields) -> Packing | None:
-    """Reads config.json's fields; None: the weights are plain. Raises CheckpointError for what is not supported."""
-    if fields.get("quantization_config") is None:
-        return None
-    values = fields.within("quantization_config")
-    method = _one_of(values, "quant_method", ("awq", "gptq"))
-    bits = values.size("bits")
-    if bits not in _BITS[method]:
-        choices = " or ".join(map(str, _BITS[method]))
-        raise CheckpointError(f"{_WHERE}: bits {bits} is not supported for {method}; Baton reads {choices}")
-    for name in ("lm_head", "dynamic", "is_marlin_format"):
-        if values.get(name):
-            raise CheckpointError(f"{_WHERE}: {name} {values.get(name)!r} is not supported; make a checkpoint without")
-    if values.get("pack_dtype") not in (None, "int32"):
-        raise CheckpointError(f"{_WHERE}: pack_dtype {values.get('pack_dtype')!r} is not supported; only int32 is")
-    layout = _layout(values, method)
-    return Packing(
-        method=method,
-        bits=bits,
-        group_size=None if values.get("group_size") == -1 else values.size("group_size", 128),
-        is_symmetric=method == "gptq" and values.flag("sym", True),
-        has_lowered_zeros=layout == "gptq",
-        has_order=method == "gptq" and values.flag("desc_act"),
-    )
-
-
-def _layout(values: Fields, method: Method) -> str:
-    """Named by one of three keys, depending on who wrote the file; the first of each method's when by none."""
-    for name in ("checkpoint_format", "version", "format"):
-        if values.get(name) is not None:
-            return str(_one_of(values, name, _LAYOUTS[method]))
-    return _LAYOUTS[method][0]
-
-
-def _one_of(values: Fields, name: str, choices: tuple[Any, ...]) -> Any:
-    value = values.get(name)
-    found = value.lower() if isinstance(value, str) else value
-    if found not in choices:
-        raise CheckpointError(f"{_WHERE}: {name} {value!r} is not supported; Baton reads {', '.join(choices)}")
-    return found
 
 
 @dataclass(frozen=True)
@@ -199,15 +181,16 @@ def read_codes(checkpoint: Checkpoint, packing: Packing, part: TensorSlice, devi
         groups = groups - first
         cut = (0, first, last + 1)
     shape = (packing.num_groups(num_inputs), num_outputs)
-    scale_slice = TensorSlice(f"{layer}.scales", shape, *cut)
+    scale_slice = packing.cut(packing.name(layer, "scales"), shape, *cut)
     scales = torch.empty(scale_slice.local_shape, device=device)
     checkpoint.read(scale_slice, scales)
-    code_slice = TensorSlice(f"{layer}.qweight", (num_inputs, num_outputs), 1 - part.dim, part.start, stop)
+    code_name = packing.name(layer, "codes")
+    code_slice = packing.cut(code_name, (num_inputs, num_outputs), 1 - part.dim, part.start, stop)
     packed_dim = 0 if packing.method == "gptq" else 1
     return Codes(
         codes=_unpack(packing, *_read_words(checkpoint, packing, code_slice, packed_dim, device)),
-        zeros=_read_zeros(checkpoint, packing, TensorSlice(f"{layer}.qzeros", shape, *cut), device),
-        scales=scales.T.contiguous(),
+        zeros=_read_zeros(checkpoint, packing, packing.cut(packing.name(layer, "zeros"), shape, *cut), device),
+        scales=scales if packing.is_outputs_first else scales.T.contiguous(),
         groups=groups,
         bits=packing.bits,
     )
@@ -215,7 +198,7 @@ def read_codes(checkpoint: Checkpoint, packing: Packing, part: TensorSlice, devi
 
 def _read_groups(checkpoint: Checkpoint, packing: Packing, layer: str, num_inputs: int) -> Tensor:
     """The group of each input of the whole layer: int64 [I]."""
-    name, num_groups = f"{layer}.g_idx", packing.num_groups(num_inputs)
+    name, num_groups = packing.name(layer, "groups"), packing.num_groups(num_inputs)
     group_size = min(packing.group_size or num_inputs, num_inputs)
     if name not in checkpoint and not packing.has_order:
         return torch.arange(num_inputs) // group_size
@@ -235,8 +218,10 @@ def _read_groups(checkpoint: Checkpoint, packing: Packing, layer: str, num_input
 
 
 def _read_zeros(checkpoint: Checkpoint, packing: Packing, part: TensorSlice, device: torch.device) -> Tensor:
-    """Zero points [O, G] of a slice of [G, O]."""
-    words, cut = _read_words(checkpoint, packing, part, 1, device)
+    """Zero points [O, G] of a slice."""
+    if packing.is_outputs_first and packing.is_symmetric:  # has none
+        return torch.full(part.local_shape, 1 << packing.bits - 1, dtype=torch.uint8, device=device)
+    words, cut = _read_words(checkpoint, packing, part, 0 if packing.is_outputs_first else 1, device)
     zeros = _unpack(packing, words, cut)
     if not packing.has_lowered_zeros:
         return zeros
@@ -281,10 +266,11 @@ def _read_words(
 
 
 def _unpack(packing: Packing, words: Tensor, cut: _Cut) -> Tensor:
-    """uint8, outputs first: the transpose of what was packed."""
+    """uint8, outputs first."""
     lines, at = words.T.contiguous(), 1 - cut.packed_dim
     places = _AWQ_PLACES if packing.method == "awq" else range(packing.per_word)
     largest = (1 << packing.bits) - 1
     values = [(lines >> packing.bits * place & largest).to(torch.uint8) for place in places]
     whole = torch.stack(values, dim=at + 1).flatten(at, at + 1)
-    return whole.narrow(1 - cut.dim, cut.start, cut.count).contiguous()
+    wanted = whole.narrow(1 - cut.dim, cut.start, cut.count)
+    return (wanted.T if packing.is_outputs_first else wanted).contiguous()

@@ -1,4 +1,4 @@
-"""Small random AWQ and GPTQ checkpoints, each with the plain checkpoint that says the same, for transformers.
+"""Small random checkpoints in fewer bits, each with the plain checkpoint that says the same, for transformers.
 
 Packed one word at a time, as the formats' own packers do it, and with none of the code that is tested. Codes, zero
 points and scales are drawn, not fitted: what is packed is exact, and every code and zero point occurs.
@@ -39,13 +39,38 @@ class Format:
     is_shuffled: bool = False
     """desc_act: each input's group is drawn, once for all layers with the same inputs."""
     layout: str | None = None
+    """compressed-tensors: its `format`."""
+    strategy: str = "group"
+    """compressed-tensors: what shares a scale."""
+    block: tuple[int, int] | None = None
+    """fp8: the outputs and inputs that share a scale, where not all do."""
+    kind: str = "int"
+    """compressed-tensors: of its codes."""
 
     def config(self) -> dict[str, Any]:
         values = {"quant_method": self.method, "bits": self.bits, "group_size": self.group_size}
+        if self.method == "fbgemm_fp8":
+            return {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
+        if self.method == "fp8":
+            return {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": _listed(self.block)}
+        if self.method == "compressed-tensors":
+            return self._compressed()
         if self.method == "awq":
             return {**values, "version": self.layout or "gemm", "zero_point": True}
         layout = self.layout or "gptq"
         return {**values, "desc_act": self.is_shuffled, "sym": self.is_symmetric, "checkpoint_format": layout}
+
+    def _compressed(self) -> dict[str, Any]:
+        weights = {"num_bits": self.bits, "type": self.kind, "symmetric": self.is_symmetric, "strategy": self.strategy}
+        weights |= {"group_size": self.group_size if self.strategy == "group" else None, "dynamic": False}
+        weights |= {"block_structure": _listed(self.block), "actorder": "group" if self.is_shuffled else None}
+        scheme = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+        values = {"format": self.layout, "config_groups": {"group_0": scheme}, "ignore": ["lm_head"]}
+        return {"quant_method": "compressed-tensors", "quantization_status": "compressed", **values}
+
+
+def _listed(block: tuple[int, int] | None) -> list[int] | None:
+    return None if block is None else list(block)
 
 
 def pack(codes: np.ndarray, bits: int, order: tuple[int, ...] = PLAIN_ORDER) -> torch.Tensor:
@@ -65,8 +90,10 @@ def pack_layer(
 
     Layers that name the same `inputs` have the same groups.
     """
+    if fmt.layout != "pack-quantized" and fmt.method not in ("awq", "gptq"):
+        return _scale_layer(fmt, num_outputs, num_inputs, seed)
     rng = np.random.default_rng(seed)
-    group_size = num_inputs if fmt.group_size == -1 else fmt.group_size
+    group_size = num_inputs if fmt.group_size == -1 or fmt.strategy == "channel" else fmt.group_size
     num_groups, top = -(-num_inputs // group_size), 1 << fmt.bits
     groups = np.arange(num_inputs) // group_size
     if fmt.is_shuffled:
@@ -78,7 +105,15 @@ def pack_layer(
     scales = (rng.uniform(0.5, 1.5, (num_groups, num_outputs)) * 4 / top / num_inputs**0.5).astype(np.float16)
     weight = (codes - zeros[groups]).astype(np.float32) * scales.astype(np.float32)[groups]
     tensors = {"scales": torch.from_numpy(scales)}
-    if fmt.method == "awq":
+    if fmt.method == "compressed-tensors":
+        shape = torch.tensor([num_outputs, num_inputs])
+        scale = torch.from_numpy(scales.T.copy())
+        tensors = {"weight_packed": pack(codes.T, fmt.bits), "weight_scale": scale, "weight_shape": shape}
+        if not fmt.is_symmetric:
+            tensors["weight_zero_point"] = pack(zeros, fmt.bits).T.contiguous()
+        if fmt.is_shuffled:
+            tensors["weight_g_idx"] = torch.from_numpy(groups.astype(np.int32))
+    elif fmt.method == "awq":
         tensors |= {"qweight": pack(codes, 4, AWQ_ORDER), "qzeros": pack(zeros, 4, AWQ_ORDER)}
     else:
         words = pack(zeros, fmt.bits)
@@ -87,6 +122,24 @@ def pack_layer(
         tensors |= {"qweight": pack(codes.T, fmt.bits).T.contiguous(), "qzeros": words}
         tensors["g_idx"] = torch.from_numpy(groups.astype(np.int32))
     return tensors, torch.from_numpy(weight.T.copy())
+
+
+def _scale_layer(fmt: Format, num_outputs: int, num_inputs: int, seed: int) -> tuple[Tensors, torch.Tensor]:
+    """Codes of eight bits with scales, by blocks that need not divide the weight."""
+    generator = torch.Generator().manual_seed(seed)
+    channel = fmt.method == "fbgemm_fp8" or fmt.strategy == "channel"
+    rows, columns = fmt.block or ((1, num_inputs) if channel else (num_outputs, num_inputs))
+    scales = 0.5 + torch.rand((-(-num_outputs // rows), -(-num_inputs // columns)), generator=generator)
+    whole = scales.repeat_interleave(rows, 0)[:num_outputs].repeat_interleave(columns, 1)[:, :num_inputs]
+    values = torch.randn((num_outputs, num_inputs), generator=generator) * num_inputs**-0.5
+    if fmt.kind == "int" and fmt.method == "compressed-tensors":
+        codes, scales, whole = (values * 500).round().clamp(-127, 127).to(torch.int8), scales / 500, whole / 500
+    else:
+        codes = values.to(torch.float8_e4m3fn)
+    is_one = scales.numel() == 1
+    name = "weight_scale_inv" if fmt.method == "fp8" and fmt.block else "weight_scale"
+    tensors = {"weight": codes, name: scales.flatten() if is_one else scales, "input_scale": torch.ones(())}
+    return tensors, codes.float() * whole
 
 
 def _int4_steps(num_outputs: int, num_inputs: int) -> torch.Tensor:
@@ -111,7 +164,7 @@ def make_packed(fmt: Format, folder: Path, kind: str = "llama", **overrides: Any
             block, _, kind = layer.rpartition(".")
             inputs = f"{block}.{SAME_INPUTS.get(kind, kind)}"
             parts, tensors[name] = pack_layer(fmt, *tensors[name].shape, seed, inputs)
-            del held[name]
+            del held[name]  # which some formats write anew
             held |= {f"{layer}.{part}": tensor for part, tensor in parts.items()}
     save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
     save_file(held, packed / "model.safetensors", metadata={"format": "pt"})

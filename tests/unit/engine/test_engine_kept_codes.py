@@ -34,8 +34,14 @@ def read(fmt: Format, folder: Path, part: TensorSlice, seed: int = 2) -> tuple[C
     """A slice of a layer as it is packed, and the weights that it stands for."""
     tensors, weight = pack_layer(fmt, *part.shape, seed=seed)
     lowered = fmt.method == "gptq" and fmt.layout != "gptq_v2"
-    group_size = None if fmt.group_size == -1 else fmt.group_size
-    how = packing(fmt.method, bits=fmt.bits, group_size=group_size, has_lowered_zeros=lowered)
+    group_size = None if fmt.group_size == -1 or fmt.strategy == "channel" else fmt.group_size
+    how = packing(
+        fmt.method,
+        bits=fmt.bits,
+        group_size=group_size,
+        has_lowered_zeros=lowered,
+        is_symmetric=fmt.method == "compressed-tensors" and fmt.is_symmetric,
+    )
     with layer_in(folder, tensors) as checkpoint:
         codes = read_codes(checkpoint, how, part)
     return codes, weight.narrow(part.dim, part.start, part.local_shape[part.dim])
