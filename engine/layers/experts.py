@@ -21,6 +21,9 @@ from engine.native import Native
 from engine.native.structures import NativeExperts, NativeMatrix
 from engine.quantization.interface import Matrix, Rows, make_matrix, native_tiles
 
+_MULTIPLE = 8
+"""Of which torch's grouped product takes sizes: 16 bytes."""
+
 
 class Plain:
     """A matrix without a bias."""
@@ -79,7 +82,7 @@ class StackedExperts:
 
     def __init__(self, names: Sequence[str], sizes: tuple[int, int], config: ExpertsConfig, loader: Loader) -> None:
         """Raises ConfigError for what torch's grouped product does not take."""
-        _check_grouped(loader)
+        _check_grouped(sizes, loader)
         experts = [_slices(name, config.names, sizes, loader) for name in names]
         gate_up = loader.stack([part for gate, up, _ in experts for part in (gate, up)])
         down = loader.stack([down for *_, down in experts])
@@ -182,7 +185,7 @@ def _native(experts: Sequence[Expert], config: ExpertsConfig, loader: Loader) ->
     return NativeExperts(*sides, len(experts), config.num_per_token, config.normalizes)
 
 
-def _check_grouped(loader: Loader) -> None:
+def _check_grouped(sizes: tuple[int, int], loader: Loader) -> None:
     for is_refused, remedy in (
         (loader.quantization != "none", f"model.quantization: {loader.quantization} to none"),
         (loader.packing is not None, "model.path to a checkpoint that is not packed"),
@@ -191,3 +194,9 @@ def _check_grouped(loader: Loader) -> None:
     ):
         if is_refused:
             raise ConfigError(f"experts on a GPU are multiplied by torch, in bfloat16 only: set {remedy}")
+    hidden, inner = sizes[0], sizes[1] // loader.tp.size
+    if hidden % _MULTIPLE or inner % _MULTIPLE:
+        raise ConfigError(
+            f"tensor_parallel: {loader.tp.size} leaves each rank {inner} columns of an expert, over {hidden} inputs; "
+            f"on a GPU torch multiplies multiples of {_MULTIPLE}: set a smaller tensor_parallel"
+        )

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from torch._C._distributed_c10d import FakeProcessGroup
 
 from cluster.errors import CheckpointError, ConfigError
 from engine.checkpoint import Checkpoint
@@ -20,7 +21,7 @@ from engine.layers.ops import TorchOps, choose_ops
 from engine.models.config import ModelConfig
 from engine.native import native
 from engine.quantization.interface import TritonProducts
-from engine.tp import SingleGroup
+from engine.tp import ProcessGroupTP, SingleGroup
 
 KERNELS, WHY_NOT = native()
 KINDS = ("mixtral", "qwen2-moe", "qwen3-moe")
@@ -105,6 +106,14 @@ def test_experts_of_a_gpu_give_in_groups_what_they_do_one_by_one(kind: str, tmp_
         choice = one_by_one._choose(one_by_one.router(x, torch.float32))
         found, expected = grouped(x, *choice), one_by_one.experts(x, *choice)
         assert found.dtype == torch.float32 and (found - expected).abs().mean() <= 0.01 * expected.abs().mean()
+
+
+def test_a_share_of_an_expert_that_torch_does_not_multiply_on_a_gpu_is_refused(tmp_path: Path) -> None:
+    tp = FakeProcessGroup._create_internal(0, 2)
+    with pytest.raises(
+        ConfigError, match=r"tensor_parallel: 2 leaves each rank 20 columns of an expert, over 64 inputs"
+    ):
+        stacked(make_checkpoint("qwen3-moe", tmp_path), tp=ProcessGroupTP(tp))
 
 
 @pytest.mark.parametrize(

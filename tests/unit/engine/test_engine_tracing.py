@@ -123,6 +123,22 @@ def test_a_step_in_any_format_stays_on_its_device_and_waits_for_nothing(
         assert _launched(ranks[0], ahead, sampled).names == _launched(ranks[1], ahead).names
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2-moe", "qwen3-moe"])
+def test_experts_are_chosen_and_multiplied_without_a_wait(kind: str, tmp_path: Path) -> None:
+    """How many tokens choose which expert is known to the device alone."""
+    sizes = {} if kind == "mixtral" else {"moe_intermediate_size": 32}
+    folder = make_checkpoint(kind, tmp_path, dtype="bfloat16", **sizes)
+    with fake_cuda():
+        alone = _runner(folder, BACKENDS[-1], dtype="bfloat16")
+        ranks = [
+            _runner(folder, BACKENDS[-1], ProcessGroupTP(FakeProcessGroup._create_internal(rank, 2)), dtype="bfloat16")
+            for rank in range(2)
+        ]
+        for step in (DECODE, MIXED):
+            assert any("_grouped_mm" in name for name in _launched(alone, step).names)
+            assert _launched(ranks[0], step).names == _launched(ranks[1], step).names
+
+
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_the_next_step_is_queued_before_the_host_waits_for_the_tokens_of_this_one(
     folders: dict[str, Path], kernels: str
