@@ -39,11 +39,9 @@ class ModelSection:
     quarter. On a processor with AVX512-VNNI activations are rounded to 8 bits for each product with them, which makes
     them as much faster as they are smaller; a GPU with Triton computes with them as they are; elsewhere they are right
     and slow. fp8 takes half as well and is for GPUs: those that multiply in it (compute capability 8.9 and newer) round
-    activations too, older ones with Triton do not. Layers that an AWQ, GPTQ or compressed-tensors checkpoint has in 4
-    bits stay so with int4, and with none on GPUs with Triton and on a processor where dtype is bfloat16 and Baton's own
-    kernels multiply it, as far as a rank's share of them has whole groups of 32 inputs; layers that it has in int8 with
-    a scale for each output stay so in the same places with int8 or none. Others, and fp8 of any checkpoint, are decoded
-    first."""
+    activations too, older ones with Triton do not. Layers that a checkpoint has in 4 bits stay so with int4, and with
+    none on GPUs with Triton and on a processor where dtype is bfloat16 and Baton's own kernels multiply it, as far as a
+    rank's share has whole groups of 32 inputs; so does int8 by outputs. Others, and fp8, are decoded first."""
     max_model_len: int | None = bounded(None, at_least=1, at_most=2**24, is_fixed=True)
     """Most tokens of prompt and output together; null: the checkpoint's max_position_embeddings."""
 
