@@ -20,6 +20,7 @@ from cluster.step_cost import StepCost
 from cluster.text import ROLE_NUMBERS
 from engine.kv.block_manager import BlockManager
 from kv_transfer.layout import KvLayout
+from prefill_worker.sender import Sender
 from simulate.curves import LinearCurve, StepCurve
 from simulate.links import DirectService, DirectStreams
 from simulate.model import END_TOKEN, KvPages
@@ -269,11 +270,12 @@ class SimulatedWorker:
 
     def _probe(self) -> None:
         """Raises AssertionError when the engine sleeps although a step could be launched (nobody would wake it), or
-        computes for a router that is gone."""
+        computes for a router that is gone, or where a send slot is lost."""
         if self.is_dead:
             return
         loop, num_steps = self._cluster.loop, self.ranks.num_steps
         loop.call_later(PROBE_S, self._probe)
+        _check_slots(self.core.prefill._sender)
         for sequence in self.core.decode.running:
             key = sequence.request.key
             assert self.core.reporter.is_heard(key), f"{self.spec.worker_id} decodes {key}, and nobody waits for it"
@@ -335,6 +337,14 @@ def _settings_of(spec: WorkerSpec, transfer: TransferSection, slo: SloSection) -
     }
     settings = WorkerSettings.from_values(worker_id=spec.worker_id, role=spec.role, model_path="", **engine)
     return replace(settings, transfer=transfer, slo=slo)
+
+
+def _check_slots(sender: Sender) -> None:
+    """Raises AssertionError unless every send slot of an open connection is free, or has one chunk."""
+    for epoch, slots in sender._slots.items():
+        outgoing = [out for out in sender._outgoing.values() if out.epoch == epoch]
+        used = [chunk.slot for out in outgoing for chunk, _ in out.chunks.values()]
+        assert sorted(slots.free_slots + used) == list(range(slots.num_slots)), f"a slot is lost: {slots}, used {used}"
 
 
 def _at_once(function: Callable[..., object], *arguments: Any) -> None:
