@@ -14,11 +14,12 @@ hand-off that fails reports it once it has drained, with how many tokens of the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 
+from cluster.kv_groups import KvGroup
 from cluster.lifecycle import RequestKey
 from cluster.pb import handoff_pb2, worker_pb2
 from kv_transfer.actions import Actions, Chunk, Fail, Land, Range, Ready, ReleasePages, Reserve, SendMessage
@@ -69,7 +70,7 @@ class Incoming:
 
     key: RequestKey
     num_tokens: int
-    num_layers: int
+    groups: Sequence[KvGroup]
     epoch: str | None = None
     state: ReceiveState = ReceiveState.ANNOUNCED
     num_cached_tokens: int = 0
@@ -92,15 +93,25 @@ class Incoming:
     def is_complete(self) -> bool:
         return self.commit is not None and len(self.landed) == self.commit.num_chunks
 
+    def first_missing(self, place: int) -> int:
+        """The first token of which a group's KV must land: of a window, those that the token behind the last sees."""
+        return max(self.num_cached_tokens, self.groups[place].first_seen(self.num_tokens))
+
+    @property
+    def num_missing_cells(self) -> int:
+        """Tokens times layers that must land."""
+        groups = enumerate(self.groups)
+        return sum((self.num_tokens - self.first_missing(place)) * len(group.layers) for place, group in groups)
+
     @property
     def num_whole_tokens(self) -> int:
-        """Tokens from the prompt's beginning on that are here in every layer."""
-        ends = [self.num_cached_tokens] * self.num_layers
+        """Tokens from the prompt's beginning on that are here in every layer, as far as they are needed there."""
+        ends = [[self.first_missing(place)] * len(group.layers) for place, group in enumerate(self.groups)]
         for where in sorted(self.landed, key=lambda r: r.token_start):
             for layer in range(where.layer_start, where.layer_end):
-                if where.token_start <= ends[layer]:
-                    ends[layer] = max(ends[layer], where.token_end)
-        return min(ends)
+                if where.token_start <= ends[where.group][layer]:
+                    ends[where.group][layer] = max(ends[where.group][layer], where.token_end)
+        return min(map(min, ends))
 
 
 @dataclass
@@ -116,10 +127,11 @@ class LandingSlots:
 
 
 class Receiver:
-    """All hand-offs into one worker, whose model has `num_layers` layers."""
+    """All hand-offs into one worker, whose model has these groups of layers."""
 
-    def __init__(self, num_layers: int) -> None:
-        self._num_layers = num_layers
+    def __init__(self, groups: Sequence[KvGroup]) -> None:
+        self._groups = groups
+        self._num_layers = sum(len(group.layers) for group in groups)
         self._incoming: dict[RequestKey, Incoming] = {}
         self._opened: dict[RequestKey, str] = {}
         """Epochs whose Open arrived before the router's announcement."""
@@ -164,7 +176,7 @@ class Receiver:
 
     def announce(self, key: RequestKey, num_tokens: int) -> Actions:
         """The router expects this request's KV to arrive from a prefill worker."""
-        incoming = self._incoming[key] = Incoming(key, num_tokens, self._num_layers)
+        incoming = self._incoming[key] = Incoming(key, num_tokens, self._groups)
         epoch = self._opened.pop(key, None)
         return [] if epoch is None else self._match(incoming, epoch)
 
@@ -263,8 +275,9 @@ class Receiver:
         """Why an offer breaks the protocol, or nothing."""
         where = chunk.range
         fits = 0 < where.num_cells <= slots.capacity and where.num_tokens > 0
-        inside = incoming.num_cached_tokens <= where.token_start and where.token_end <= incoming.num_tokens
-        if not fits or not inside or where.layer_end > self._num_layers or chunk.slot >= slots.num_slots:
+        inside = where.group < len(self._groups) and where.layer_end <= len(self._groups[where.group].layers)
+        inside = inside and incoming.first_missing(where.group) <= where.token_start
+        if not fits or not inside or where.token_end > incoming.num_tokens or chunk.slot >= slots.num_slots:
             return f"the prefill worker offered {where}, which was not reserved"
         waiting = [c.index for c in slots.offers if c.key == chunk.key]
         if chunk.index in incoming.landing or chunk.index in waiting:
@@ -289,9 +302,7 @@ class Receiver:
             return []
         assert incoming.epoch is not None and incoming.commit is not None
         num_cells = sum(where.num_cells for where in incoming.landed)
-        if num_cells != (incoming.num_tokens - incoming.num_cached_tokens) * self._num_layers or (
-            incoming.num_whole_tokens != incoming.num_tokens
-        ):
+        if num_cells != incoming.num_missing_cells or incoming.num_whole_tokens != incoming.num_tokens:
             covered = f"{incoming.num_whole_tokens} of {incoming.num_tokens} prompt tokens"
             return self._fail(incoming, f"the hand-off was committed with {covered}")
         incoming.advance(ReceiveEvent.COMPLETED)

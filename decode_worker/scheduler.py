@@ -12,7 +12,14 @@ from bisect import insort
 from collections.abc import Sequence as Seq
 
 from engine.kv.block_manager import BlockManager
-from engine.sequence import ScheduledSequence, Sequence, blocks_for, claim_blocks, release_blocks
+from engine.sequence import (
+    ScheduledSequence,
+    Sequence,
+    claim_blocks,
+    cover_blocks,
+    num_missing,
+    release_blocks,
+)
 from engine.step_budget import StepBudget
 
 BlockCopies = list[tuple[int, int]]
@@ -80,19 +87,20 @@ class DecodeScheduler:
 
     def most_blocks_due(self) -> int:
         """Blocks that the running sequences may need for the next step, once the one under way has ended."""
-        block_size, num_due = self._blocks.block_size, 0
+        blocks, num_due = self._blocks, 0
+        count = len(blocks.groups)
         for sequence in self._running:
-            num_missing = sequence.num_tokens + 1 - len(sequence.block_table) * block_size
-            if num_missing > 0:
-                num_due += blocks_for(num_missing, block_size)
-            num_due += sequence.fan_out - 1
+            if (num := num_missing(sequence, sequence.num_tokens + 1, blocks)) > 0:
+                num_due += num
+            num_due += (sequence.fan_out - 1) * count
         return num_due
 
     def can_plan_ahead(self) -> bool:
         """Whether the next step has room without preempting anyone: blocks of a step under way do not come back."""
-        block_size = self._blocks.block_size
-        needed = sum(max(0, blocks_for(s.num_tokens, block_size) - len(s.block_table)) for s in self._running)
-        return self._blocks.can_allocate(needed)
+        blocks = self._blocks
+        if any(self._is_uncovered(sequence) for sequence in self._running):
+            return False
+        return blocks.can_allocate(sum(max(0, num_missing(s, s.num_tokens, blocks)) for s in self._running))
 
     def plan(self, budget: StepBudget) -> tuple[list[ScheduledSequence], list[Sequence]]:
         """Shares of the next step, which begins with this, and who was preempted to make room."""
@@ -100,7 +108,7 @@ class DecodeScheduler:
         remaining = [(sequence, sequence.num_remaining) for sequence in self._running]
         scheduled = [ScheduledSequence(s, 1) for s in budget.decode([s for s, num in remaining if num == 1])]
         for sequence, num in remaining:
-            if num > 1 and (num_tokens := budget.prompt(sequence)):
+            if num > 1 and (num_tokens := budget.prompt(sequence, cover_blocks(sequence, self._blocks))):
                 scheduled.append(ScheduledSequence(sequence, num_tokens))
         return scheduled, preempted
 
@@ -109,19 +117,22 @@ class DecodeScheduler:
 
         Blocks come from `spare` first; a child for which there is none waits and is computed anew.
         """
-        block_size = self._blocks.block_size
-        num_full, is_partial = divmod(parent.num_computed_tokens, block_size)
+        count = len(self._blocks.groups)
+        num_full, is_partial = divmod(parent.num_computed_tokens, self._blocks.block_size)
+        end = num_full * count
         for child in children:
-            if is_partial and not spare and not self._blocks.can_allocate(1):
+            if is_partial and not spare and not self._blocks.can_allocate(count):
                 self.add(child)
                 continue
-            child.block_table = parent.block_table[:num_full]
+            child.block_table = parent.block_table[:end]
             self._blocks.share(child.block_table)
             child.num_computed_tokens = parent.num_computed_tokens
+            child.num_landed_tokens = parent.num_landed_tokens
             if is_partial:
-                target = spare.pop() if spare else self._blocks.allocate(1)[0]
-                self._copy(parent.block_table[num_full], target)
-                child.block_table.append(target)
+                targets = [spare.pop() for _ in range(count)] if spare else self._blocks.allocate(count)
+                for source, target in zip(parent.block_table[end : end + count], targets, strict=True):
+                    self._copy(source, target)
+                child.block_table.extend(targets)
             self.join(child)
 
     def take_copies(self) -> BlockCopies:
@@ -143,15 +154,25 @@ class DecodeScheduler:
     def _make_room(self) -> list[Sequence]:
         """Gives each running sequence the blocks of its tokens; returns who was preempted for them."""
         preempted: list[Sequence] = []
-        block_size, blocks = self._blocks.block_size, self._blocks
-        short = [s for s in self._running if s.num_tokens > len(s.block_table) * block_size]
+        blocks = self._blocks
+        count, size = len(blocks.groups), blocks.block_size
+        short = [s for s in self._running if blocks.has_windows or s.num_tokens * count > len(s.block_table) * size]
         for sequence in short:
-            needed = blocks_for(sequence.num_tokens, block_size) - len(sequence.block_table)
-            while sequence not in preempted and not blocks.can_allocate(needed):
+            needed = num_missing(sequence, sequence.num_tokens, blocks)
+            while needed > 0 and sequence not in preempted and not blocks.can_allocate(needed):
                 preempted.append(self._preempt_youngest())
-            if sequence not in preempted:
+            if needed > 0 and sequence not in preempted:
                 sequence.block_table.extend(blocks.allocate(needed))
+            while sequence not in preempted and self._is_uncovered(sequence):
+                preempted.append(self._preempt_youngest())
         return preempted
+
+    def _is_uncovered(self, sequence: Sequence) -> bool:
+        """Whether the next token of a sequence has no block in a window, which gets its blocks as it goes on."""
+        blocks, table = self._blocks, sequence.block_table
+        row = sequence.num_computed_tokens // blocks.block_size * len(blocks.groups)
+        is_here = not blocks.has_windows or min(table[row : row + len(blocks.groups)], default=0) >= 0
+        return not is_here and not cover_blocks(sequence, blocks)
 
     def _preempt_youngest(self) -> Sequence:
         victim = self._running.pop()

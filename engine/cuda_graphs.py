@@ -68,8 +68,10 @@ class DecodeGraphs:
         advance: Advance = advance_rows,
         agree: Callable[[bool], bool] = bool,
         chooser_of: Callable[[torch.device, int], RecordedChooser | None] | None = None,
+        num_groups: int = 1,
     ) -> None:
-        """`most` sequences of at most `width` blocks. The largest size goes first: the others reuse its memory.
+        """`most` sequences of at most `width` blocks of each group of layers. The largest size goes first: the others
+        reuse its memory.
 
         Each recording begins with `advance`. `agree` says whether something is so on every rank: a collective must be
         captured on all of them or on none. `chooser_of` makes the chooser of so many rows on that device.
@@ -80,13 +82,13 @@ class DecodeGraphs:
         self._replays: dict[int, Callable[[], None]] = {}
 
         def reserve() -> tuple[InputMemory, torch.Tensor, RecordedChooser | None]:
-            inputs = InputMemory(most, width, block_size, scratch_block, device, advance)
+            inputs = InputMemory(most, width, block_size, scratch_block, device, advance, num_groups)
             logits = torch.empty((most, vocab_size), device=device)
             return inputs, logits, None if chooser_of is None else chooser_of(logits.device, most)
 
         self._inputs, self._logits, self._chooser = _on_every_rank(reserve, agree)
         for size in reversed(self.sizes):
-            self._inputs.fill(build_step([], block_size), size)
+            self._inputs.fill(build_step([], block_size, num_groups=num_groups), size)
             self._replays[size] = _on_every_rank(partial(capture, self._work(compute, size)), agree)
 
     def takes(self, step: StepInput, sampled: torch.Tensor | None = None) -> bool:

@@ -10,7 +10,8 @@ is sent, a place and a value each; a table whole where many have changed much, a
 move up. Nobody has to say what has happened between two recordings (prompts, preemptions, forks, steps that were
 launched otherwise): invariant is alone that mirror and device are equal. Knows no model and no graphs.
 
-Legend: n rows of a padded step, S sequences, B blocks of the longest sequence, E entries that are sent.
+Legend: n rows of a padded step, S sequences, B blocks of the longest sequence, E entries that are sent, G groups of
+layers, whose blocks are in tables of their own.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ class DecodeInputs:
 
     token_ids: torch.Tensor  # int32 [n]
     positions: torch.Tensor  # int32 [n]
-    slots: torch.Tensor  # int64 [n]
+    slots: tuple[torch.Tensor, ...]  # int64 [n] of each group of layers
     logits_indices: torch.Tensor  # int32 [n], every row
-    batch: AttentionBatch
+    batches: tuple[AttentionBatch, ...]
+    """Of each group of layers."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +56,10 @@ class DecodeRows:
     sampled: torch.Tensor  # int32 [N], the tokens that the step before led to
     kept_tokens: torch.Tensor  # int32 [N], as in a step: -1 - r is the token at r of `sampled`
     kept_positions: torch.Tensor  # int32 [N], or IDLE
-    tables: torch.Tensor  # int32 [N, B]; an idle row's first block is the scratch block
+    tables: torch.Tensor  # int32 [G, N, B]; an idle row's first block is the scratch block
     token_ids: torch.Tensor  # int32 [N]
     positions: torch.Tensor  # int32 [N], 0 of idle rows
-    slots: torch.Tensor  # int64 [N]
+    slots: torch.Tensor  # int64 [G, N]
     lengths: torch.Tensor  # int32 [N]
     length_sums: torch.Tensor  # int32 [N + 1], the first 0
 
@@ -72,8 +74,9 @@ def advance_rows(rows: DecodeRows, size: int, block_size: int) -> None:
     kept, positions, lengths = rows.kept_positions[:size], rows.positions[:size], rows.lengths[:size]
     kept.add_(kept > IDLE)
     torch.clamp(kept, min=0, out=positions)
-    blocks = rows.tables[:size].gather(1, (positions // block_size).long()[:, None])[:, 0]
-    rows.slots[:size].copy_(blocks.long() * block_size + positions % block_size)
+    at = (positions // block_size).long()[None, :, None].expand(len(rows.tables), -1, -1)
+    blocks = rows.tables[:, :size].gather(2, at)[:, :, 0]
+    rows.slots[:, :size].copy_(blocks.long() * block_size + positions % block_size)
     torch.add(positions, 1, out=lengths)
     torch.cumsum(lengths, 0, dtype=torch.int32, out=rows.length_sums[1 : size + 1])
     tokens = rows.kept_tokens[:size]
@@ -103,24 +106,27 @@ class InputMemory:
         scratch_block: int,
         device: torch.device,
         advance: Advance = advance_rows,
+        num_groups: int = 1,
     ) -> None:
-        """`most` rows of `width` blocks. Idle rows write to and read from the scratch block."""
+        """`most` rows of `width` blocks of each group. Idle rows write to and read from the scratch block."""
         self._most, self._width, self._block_size, self._scratch_block = most, width, block_size, scratch_block
         self._device, self._advance = device, advance
 
-        def zeros(size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.zeros(size, dtype=dtype, device=device)
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
 
-        self._mirror: IntArray = np.zeros(most * (2 + width), dtype=np.int32)
+        self._mirror: IntArray = np.zeros(most * (2 + num_groups * width), dtype=np.int32)
         self._mirror_vectors = self._mirror[: 2 * most].reshape(2, most)
-        self._mirror_tables = self._mirror[2 * most :].reshape(most, width)
+        self._mirror_tables = self._mirror[2 * most :].reshape(num_groups, most, width)
         self._mirror_vectors[1] = IDLE
-        self._mirror_tables[:, 0] = scratch_block
+        self._mirror_tables[:, :, 0] = scratch_block
         self._kept = torch.from_numpy(self._mirror).to(device, copy=True)
         tokens, positions = self._kept[: 2 * most].view(2, most)
-        made = (zeros(most), zeros(most), zeros(most, torch.int64), zeros(most), zeros(most + 1))
+        slots = zeros(num_groups, most, dtype=torch.int64)
+        made = (zeros(most), zeros(most), slots, zeros(most), zeros(most + 1))
         self.sampled = zeros(most)
-        self._rows = DecodeRows(self.sampled, tokens, positions, self._kept[2 * most :].view(most, width), *made)
+        tables = self._kept[2 * most :].view(num_groups, most, width)
+        self._rows = DecodeRows(self.sampled, tokens, positions, tables, *made)
         self._every = torch.arange(most + 1, dtype=torch.int32, device=device)
         self._arrived = zeros(max(min(_MOST_SENT, 3 * len(self._kept)), 2 + width))
         self._staging = cycle([_Staging(len(self._arrived), device), _Staging(len(self._arrived), device)])
@@ -135,7 +141,8 @@ class InputMemory:
         assert sampled is not None or not step.has_unread_tokens, "tokens of the step before are missing"
         if sampled is not None and sampled.data_ptr() != self.sampled.data_ptr():
             self.sampled[: len(sampled)].copy_(sampled)
-        tables = step.block_tables[:, : self._width]
+        of_groups = step.block_tables.reshape(len(self._mirror_tables), count, step.block_tables.shape[1])
+        tables = of_groups[:, :, : self._width]
         places, values = self._missing(step, tables, self._send_rows(tables), size)
         if len(places):
             self._mirror[places] = values
@@ -150,28 +157,31 @@ class InputMemory:
     def of(self, size: int) -> DecodeInputs:
         """Returns what a recording of this size reads."""
         rows = self._rows
-        paged = PagedBatch(
-            cu_seqlens_q=self._every[: size + 1],
-            cu_seqlens_k=rows.length_sums[: size + 1],
-            seqlens_k=rows.lengths[:size],
-            block_table=rows.tables[:size],
-            max_seqlen_q=1,
-            max_seqlen_k=self._width * self._block_size,
-        )
         anything = build_step([SequenceSlice((0,), 0, (self._scratch_block,), True)] * size, self._block_size)
-        batch = AttentionBatch(anything, self._block_size, self._device, paged)
-        return DecodeInputs(rows.token_ids[:size], rows.positions[:size], rows.slots[:size], self._every[:size], batch)
+        batches = []
+        for tables in rows.tables:
+            paged = PagedBatch(
+                cu_seqlens_q=self._every[: size + 1],
+                cu_seqlens_k=rows.length_sums[: size + 1],
+                seqlens_k=rows.lengths[:size],
+                block_table=tables[:size],
+                max_seqlen_q=1,
+                max_seqlen_k=self._width * self._block_size,
+            )
+            batches.append(AttentionBatch(anything, self._block_size, self._device, paged))
+        slots = tuple(of_group[:size] for of_group in rows.slots)
+        return DecodeInputs(rows.token_ids[:size], rows.positions[:size], slots, self._every[:size], tuple(batches))
 
     def _send_rows(self, tables: IntArray) -> npt.NDArray[np.bool_]:
-        """Sends the rows of [S, B] of which much differs, if there are many. Returns what differs then."""
-        num_columns = tables.shape[1]
-        different: npt.NDArray[np.bool_] = self._mirror_tables[: len(tables), :num_columns] != tables
+        """Sends the rows of [G, S, B] of which much differs, if there are many. Returns what differs then."""
+        _, count, num_columns = tables.shape
+        different: npt.NDArray[np.bool_] = self._mirror_tables[:, :count, :num_columns] != tables
         if np.count_nonzero(different) >= _MANY:
-            rows = np.flatnonzero(3 * np.count_nonzero(different, axis=1) > num_columns)
-            values = tables[rows]
-            self._mirror_tables[rows, :num_columns] = values
-            self._send(self._rows.tables[:, :num_columns], rows, values)
-            different[rows] = False
+            groups, rows = np.nonzero(3 * np.count_nonzero(different, axis=2) > num_columns)
+            values = tables[groups, rows]
+            self._mirror_tables[groups, rows, :num_columns] = values
+            self._send(self._rows.tables.flatten(0, 1)[:, :num_columns], groups * self._most + rows, values)
+            different[groups, rows] = False
         return different
 
     def _missing(
@@ -181,20 +191,22 @@ class InputMemory:
 
         Columns behind a step's tables, and tables of idle rows behind their first block, are read by nobody.
         """
-        count, vectors = len(tables), np.zeros((2, size), dtype=np.int32)
+        num_groups, count, _ = tables.shape
+        vectors = np.zeros((2, size), dtype=np.int32)
         vectors[0, :count], vectors[1, :count], vectors[1, count:] = step.token_ids, step.positions - 1, IDLE
-        scratch = np.full((size - count, 1), self._scratch_block, dtype=np.int32)
+        scratch = np.full((num_groups, size - count, 1), self._scratch_block, dtype=np.int32)
         places, values, first_idle = [], [], 2 * self._most + count * self._width
-        for first, stride, different, wanted in (
-            (0, self._most, self._mirror_vectors[:, :size] != vectors, vectors),
-            (2 * self._most, self._width, different_tables, tables),
-            (first_idle, self._width, self._mirror_tables[count:size, :1] != scratch, scratch),
+        of_group = self._most * self._width
+        for first, strides, different, wanted in (
+            (0, (0, self._most), (self._mirror_vectors[:, :size] != vectors)[None], vectors[None]),
+            (2 * self._most, (of_group, self._width), different_tables, tables),
+            (first_idle, (of_group, self._width), self._mirror_tables[:, count:size, :1] != scratch, scratch),
         ):
             at = np.flatnonzero(different)
             if len(at):
-                rows, columns = np.divmod(at, wanted.shape[1])
-                places.append(first + rows * stride + columns)
-                values.append(wanted[rows, columns])
+                groups, rows, columns = np.unravel_index(at, wanted.shape)
+                places.append(first + groups * strides[0] + rows * strides[1] + columns)
+                values.append(wanted[groups, rows, columns])
         if not places:
             return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32)
         return np.concatenate(places), np.concatenate(values)

@@ -33,6 +33,9 @@ class Fields:
     def names(self) -> list[str]:
         return list(self._values)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
     def get(self, name: str) -> Any:
         return self._values.get(name)
 

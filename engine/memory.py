@@ -14,10 +14,12 @@ from pathlib import Path
 import torch
 
 from cluster.errors import ConfigError
+from cluster.kv_groups import KvGroup
 from engine.kv.pool import KV_CACHE_DTYPES, POOL_DTYPES
 from engine.model_cost import WeightForm, kv_bytes_per_token, largest_matrix_elements, weight_bytes
 from engine.models.config import DTYPES, ModelConfig
 from engine.sampling.prompt_logprobs import rows_of_slice
+from engine.sequence import most_blocks
 
 CPU_DEFAULT_REQUESTS = 4
 """Requests of max_model_len that a CPU's pool holds by default: other processes need memory too."""
@@ -129,14 +131,20 @@ class MemoryDemand:
         return kv_bytes_per_token(self.config, self.tp_size, self.kv_dtype)
 
     @property
+    def block_bytes(self) -> int:
+        """Bytes of one KV block, which holds one group of layers."""
+        return self.kv_bytes_per_token * self.block_size // len(self.config.kv_groups)
+
+    @property
     def reserved_bytes(self) -> int:
-        """The table of rotary positions, and on a GPU what is taken while serving beside activations and pool, the
+        """The tables of rotary positions, and on a GPU what is taken while serving beside activations and pool, the
         block with which graphs pad their steps among it."""
-        rope = 2 * self.config.max_position_embeddings * self.config.head_dim * self.form.element_type.itemsize
+        table = 2 * self.config.max_position_embeddings * self.config.head_dim * self.form.element_type.itemsize
+        rope = table if self.config.local_rope is None else 2 * table
         if not self.device.startswith("cuda"):
             return rope
         logits = _GRAPH_LOGITS * self.max_num_seqs * self.config.vocab_size * torch.float32.itemsize
-        return rope + logits + _GPU_RESERVE_BYTES + self.block_size * self.kv_bytes_per_token
+        return rope + logits + _GPU_RESERVE_BYTES + self.block_bytes
 
     @property
     def largest_step(self) -> StepLimits:
@@ -189,23 +197,35 @@ class MemoryPlan:
     decided_by: str
     """The source of the pool's size: `kv_cache_tokens`, `memory`, or `requests` (of max_model_len, on a CPU)."""
     max_model_len: int
+    groups: tuple[KvGroup, ...]
 
     @property
     def num_tokens(self) -> int:
-        return self.num_blocks * self.block_size
+        """Tokens that the pool holds, in sequences of max_model_len where windows make that more."""
+        return self._tokens_in(self.num_blocks)
 
     @property
     def pool_bytes(self) -> int:
-        return self.num_tokens * self.kv_bytes_per_token
+        return self.num_blocks * self._block_bytes
 
     @property
     def tokens_that_fit(self) -> int:
         """Whole blocks of them in what is left, whatever the pool takes of it."""
-        return _fitting(self.left_bytes, self.kv_bytes_per_token, self.block_size) * self.block_size
+        return self._tokens_in(max(0, self.left_bytes // self._block_bytes))
 
     def num_requests(self, num_tokens: int) -> int:
         """Requests of so many tokens, prompt and output together, that the pool holds at a time."""
-        return self.num_blocks // -(-num_tokens // self.block_size)
+        return self.num_blocks // most_blocks(self.groups, num_tokens, self.block_size)
+
+    @property
+    def _block_bytes(self) -> int:
+        return self.kv_bytes_per_token * self.block_size // len(self.groups)
+
+    def _tokens_in(self, num_blocks: int) -> int:
+        if all(group.window is None for group in self.groups):
+            return num_blocks * self.block_size
+        per_request = most_blocks(self.groups, self.max_model_len, self.block_size)
+        return num_blocks * self.max_model_len // per_request // self.block_size * self.block_size
 
 
 def plan_memory(demand: MemoryDemand, *, free_bytes: int, activations: Activations) -> MemoryPlan:
@@ -216,7 +236,7 @@ def plan_memory(demand: MemoryDemand, *, free_bytes: int, activations: Activatio
     """
     budget = int(free_bytes * demand.memory_utilization)
     left = budget - demand.weight_bytes - activations.size_bytes - demand.reserved_bytes
-    num_blocks, decided_by = _decide(demand, _fitting(left, demand.kv_bytes_per_token, demand.block_size))
+    num_blocks, decided_by = _decide(demand, max(0, left // demand.block_bytes))
     return MemoryPlan(
         free_bytes=free_bytes,
         budget_bytes=budget,
@@ -231,6 +251,7 @@ def plan_memory(demand: MemoryDemand, *, free_bytes: int, activations: Activatio
         num_blocks=num_blocks,
         decided_by=decided_by,
         max_model_len=demand.max_model_len,
+        groups=demand.config.kv_groups,
     )
 
 
@@ -267,31 +288,31 @@ def _mlp_elements(config: ModelConfig, tp_size: int) -> int:
     return max(dense, 3 * inner // tp_size + 2 * experts.num_per_token * config.hidden_size)
 
 
-def _fitting(left_bytes: int, kv_bytes_per_token: int, block_size: int) -> int:
-    return max(0, left_bytes // kv_bytes_per_token) // block_size
-
-
 def _decide(demand: MemoryDemand, fitting: int) -> tuple[int, str]:
     """The pool's blocks, and what decided."""
     tokens, block_size, max_model_len = demand.kv_cache_tokens, demand.block_size, demand.max_model_len
+    groups = demand.config.kv_groups
+    count, needed = len(groups), most_blocks(groups, max_model_len, block_size)
     if tokens is not None:
-        wanted, decided_by = tokens // block_size, "kv_cache_tokens"
+        wanted, decided_by = tokens // block_size * count, "kv_cache_tokens"
     elif demand.device.startswith("cuda"):
         wanted, decided_by = fitting, "memory"
     else:
-        wanted, decided_by = -(-CPU_DEFAULT_REQUESTS * max_model_len // block_size), "requests"
+        wanted, decided_by = CPU_DEFAULT_REQUESTS * needed, "requests"
         if wanted > fitting:
             wanted, decided_by = fitting, "memory"
     if wanted > fitting:
         raise ConfigError(
             f"kv_cache_tokens: {tokens} do not fit in memory beside the weights; "
-            f"{fitting * block_size} would: lower kv_cache_tokens, or raise tensor_parallel"
+            f"{fitting // count * block_size} would: lower kv_cache_tokens, or raise tensor_parallel"
         )
-    if wanted * block_size < max_model_len:
+    if wanted < needed:
+        lengths = range(max_model_len, 0, -1)
+        most = next((n for n in lengths if most_blocks(groups, n, block_size) <= wanted), 0)
         cause = "memory" if tokens is None else f"kv_cache_tokens {tokens}"
         raise ConfigError(
             f"max_model_len: one request of {max_model_len} tokens does not fit in the KV pool; {cause} with blocks of "
-            f"{block_size} holds {wanted * block_size}: set max_model_len to at most {wanted * block_size}, or "
-            f"kv_cache_tokens to at least {-(-max_model_len // block_size) * block_size}"
+            f"{block_size} holds {most}: set max_model_len to at most {most}, or "
+            f"kv_cache_tokens to at least {-(-needed // count) * block_size}"
         )
     return wanted, decided_by

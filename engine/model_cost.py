@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cluster.kv_groups import num_rows
 from engine.kv.pool import cell_size
 from engine.models.config import ModelConfig
 from engine.models.decoder import MatrixShape, layer_matrices, layer_vector_elements, vocabulary_matrix
@@ -90,11 +91,14 @@ def choose_form(
 
 
 def kv_bytes_per_token(config: ModelConfig, tp_size: int, kv_dtype: str) -> int:
-    """Bytes of one token's keys and values in all layers on one rank, in a pool of this type."""
-    heads = len(config.kv_head_range(0, tp_size))
+    """Bytes of one token's keys and values in blocks of every group of layers on one rank, in a pool of this type."""
+    return len(config.kv_groups) * num_rows(config.kv_groups) * _kv_layer_bytes(config, tp_size, kv_dtype)
+
+
+def _kv_layer_bytes(config: ModelConfig, tp_size: int, kv_dtype: str) -> int:
     kind = _torch_dtype(kv_dtype)
     head_bytes = cell_size(config.head_dim, kind) * kind.itemsize
-    return 2 * config.num_hidden_layers * heads * head_bytes
+    return 2 * len(config.kv_head_range(0, tp_size)) * head_bytes
 
 
 def weight_bytes(config: ModelConfig, tp_size: int, form: WeightForm) -> int:
@@ -191,7 +195,7 @@ class ModelFlops:
     @classmethod
     def of(cls, config: ModelConfig, tp_size: int, form: WeightForm, kv_dtype: str) -> Self:
         """`kv_dtype`: the pool's type, as `engine.memory.resolve_kv_dtype` gives it."""
-        num_layers, head = config.num_hidden_layers, vocabulary_matrix(config, tp_size)
+        head = vocabulary_matrix(config, tp_size)
         return cls(
             layers_flops=2 * multiplied_elements(config, tp_size),
             head_flops=2 * head.num_elements,
@@ -199,7 +203,7 @@ class ModelFlops:
             experts_bytes=layers_multiplied_bytes(config, tp_size, form, of_experts=True),
             head_bytes=_linear_bytes(config, head, form, is_read=True),
             pair_flops=4 * config.num_attention_heads // tp_size * config.head_dim,
-            kv_layer_bytes=kv_bytes_per_token(config, tp_size, kv_dtype) // num_layers,
+            kv_layer_bytes=_kv_layer_bytes(config, tp_size, kv_dtype),
             windows=tuple(Counter(config.layer_windows).items()),
             experts=config.experts,
         )

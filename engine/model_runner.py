@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from engine.attention.interface import AttentionBatch
+from cluster.errors import ConfigError
+from cluster.kv_groups import KvGroup
+from engine.attention.cpu import CpuAttention
+from engine.attention.interface import Attention, AttentionBatch
 from engine.attention.registry import Heads, choose_attention
 from engine.checkpoint import Checkpoint
 from engine.copies import upload
@@ -36,6 +40,9 @@ from engine.sampling.sampler import Sampler
 from engine.sampling.samples import Samples
 from engine.step_input import IntArray, StepInput
 from engine.tp import OrderedSums, TPGroup
+
+SOFT_CAPPED = ("cpu", "triton")
+"""Attention backends that take soft caps."""
 
 
 class StepOutput(NamedTuple):
@@ -100,6 +107,8 @@ class ModelRunner:
             attention, self.device, torch_dtype, products, block_size, self._kv_dtype, heads
         )
         """Who computes attention, and why: what `auto` timed, what cannot run here."""
+        if self.config.attention_softcap is not None:
+            _check_soft_caps(self._attention, deterministic)
         self.block_size = block_size or self._attention.block_size
         self.weight_form = choose_form(
             self.config, dtype=self.dtype, device=str(self.device), quantization=quantization, kernels=products
@@ -135,10 +144,11 @@ class ModelRunner:
     def make_pool(self, num_blocks: int, memory: Callable[[int], torch.Tensor] | None = None) -> None:
         """Allocates the KV pool and captures decode steps over it. To be called once, before the first step, if
         `num_blocks` was not given at construction. `memory`: as of `engine.kv.pool.KvCache`."""
-        longest = min(self.config.max_position_embeddings, num_blocks * self.block_size)
+        longest = self.config.max_position_embeddings
+        if all(group.window is None for group in self.config.kv_groups):  # of a window a sequence gives blocks back
+            longest = min(longest, num_blocks * self.block_size)
         capture = self._capture_with
-        num_layers = self.config.num_hidden_layers
-        self._allocate(num_layers, num_blocks, longest, has_scratch=capture is not None, memory=memory)
+        self._allocate(self.config.kv_groups, num_blocks, longest, has_scratch=capture is not None, memory=memory)
         if capture is not None:
             width = -(-longest // self.block_size)
             self._graphs, self.graphs_reason = self._capture(capture, self._graphs_up_to, width)
@@ -152,12 +162,15 @@ class ModelRunner:
         other = copy.copy(self)
         other._model = self._model.only(layers)
         other._graphs = None
-        other._allocate(layers[-1] + 1, num_blocks, length)
+        groups = [
+            replace(group, layers=tuple(i for i in group.layers if i in layers)) for group in self.config.kv_groups
+        ]
+        other._allocate(groups, num_blocks, length)
         return other
 
     def _allocate(
         self,
-        num_layers: int,
+        groups: Sequence[KvGroup],
         num_blocks: int,
         num_positions: int,
         has_scratch: bool = False,
@@ -166,9 +179,11 @@ class ModelRunner:
         """`has_scratch`: one more block, which belongs to no sequence."""
         config, head_dim = self.config, self.config.head_dim
         self._num_blocks = num_blocks
-        self._rope = RopeTable(config.rope, head_dim, num_positions, self.device, getattr(torch, self.dtype))
+        ropes = [config.rope] if config.local_rope is None else [config.rope, config.local_rope]
+        dtype = getattr(torch, self.dtype)
+        self._ropes = [RopeTable(rope, head_dim, num_positions, self.device, dtype) for rope in ropes]
         self._kv = KvCache(
-            num_layers,
+            groups,
             num_blocks + has_scratch,
             self.block_size,
             self._num_kv_heads,
@@ -178,7 +193,7 @@ class ModelRunner:
             memory,
         )
         self.decode_step, self.decode_reason = choose_decode_step(
-            self._native, self._model, config, self._kv, self._rope
+            self._native, self._model, config, self._kv, self._ropes[0]
         )
         """Says that decode steps are one call, or why they are not."""
 
@@ -188,7 +203,7 @@ class ModelRunner:
 
     @property
     def kv(self) -> torch.Tensor:
-        """The pool: [num_layers, 2, num_blocks, block_size, local_kv_heads, head_dim], as `engine.kv.pool` says.
+        """The pool: [layers of a group, 2, num_blocks, block_size, local_kv_heads, head_dim], as `engine.kv.pool` says.
 
         Where decode steps are captured it has one block more, the last, which belongs to no sequence.
         """
@@ -221,7 +236,9 @@ class ModelRunner:
         logits; a step that needs them is launched without waiting for them. Of several ranks only rank 0 has them, and
         gives them to the others.
         """
-        assert step.cu_seqlens_q[-1] == len(step.token_ids) == len(step.slot_mapping), "a step's arrays disagree"
+        num_slots = len(self.config.kv_groups) * len(step.token_ids)
+        assert step.cu_seqlens_q[-1] == len(step.token_ids), "a step's arrays disagree"
+        assert len(step.slot_mapping) == num_slots, f"{len(step.slot_mapping)} slots, not {num_slots}"
         if self._tp.size > 1 and step.has_unread_tokens:
             sampled = self._of_rank_0(sampled)
         self._num_rows = len(step.logits_indices)
@@ -238,8 +255,8 @@ class ModelRunner:
         hidden = self._compute(
             self._token_ids(step, sampled),
             self._to_device(step.positions, np.int32),
-            self._to_device(step.slot_mapping, np.int64),
-            AttentionBatch(step, self.block_size, self.device),
+            self._to_device(step.slot_mapping, np.int64).chunk(len(self.config.kv_groups)),
+            self._batches(step),
             on_layer,
         )
         logits = self._model.logits(hidden, self._to_device(step.logits_indices, np.int32))
@@ -271,18 +288,32 @@ class ModelRunner:
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
-        slots: torch.Tensor,
-        batch: AttentionBatch,
+        slots: tuple[torch.Tensor, ...],
+        batches: tuple[AttentionBatch, ...],
         on_layer: Callable[[int], None] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The hidden state of every token, as `Decoder` gives it."""
-        context = StepContext(batch, slots, self._rope.at(positions), self._kv, self._attention, on_layer)
+        """The hidden state of every token, as `Decoder` gives it. `slots`: int64 [T] of each group of
+        layers."""
+        context = StepContext(
+            batches,
+            slots,
+            tuple(rope.at(positions) for rope in self._ropes),
+            self._kv,
+            self._attention,
+            on_layer,
+        )
         return self._model(token_ids, context)
+
+    def _batches(self, step: StepInput) -> tuple[AttentionBatch, ...]:
+        """A step as each group of layers sees it."""
+        count = len(self.config.kv_groups)
+        steps = [step] if count == 1 else [step.of_group(place) for place in range(count)]
+        return tuple(AttentionBatch(one, self.block_size, self.device) for one in steps)
 
     @torch.inference_mode()
     def _capture(self, capture: Capture, most: int, width: int) -> tuple[DecodeGraphs | None, str]:
         def compute(inputs: DecodeInputs) -> torch.Tensor:
-            hidden = self._compute(inputs.token_ids, inputs.positions, inputs.slots, inputs.batch)
+            hidden = self._compute(inputs.token_ids, inputs.positions, inputs.slots, inputs.batches)
             return self._model.logits(hidden, inputs.logits_indices)
 
         try:
@@ -298,6 +329,7 @@ class ModelRunner:
                 advance=self._advance,
                 agree=self._is_so_on_every_rank,
                 chooser_of=None if self._sampler is None else self._sampler.reserve,
+                num_groups=len(self.config.kv_groups),
             )
         except RuntimeError as error:  # without graphs everything still works
             return None, f"capturing them failed: {error}"
@@ -322,3 +354,13 @@ class ModelRunner:
     def _to_device(self, array: IntArray, dtype: type[np.int32] | type[np.int64]) -> torch.Tensor:
         """A copy, since arrays that came as bytes cannot be written and torch would warn."""
         return upload(array.astype(dtype), self.device)
+
+
+def _check_soft_caps(attention: Attention, deterministic: bool) -> None:
+    """Raises ConfigError where attention's scores cannot be capped."""
+    if attention.name not in SOFT_CAPPED:
+        raise ConfigError(
+            f"attention: {attention.name} takes no soft caps, which this model has; use {' or '.join(SOFT_CAPPED)}"
+        )
+    if deterministic and attention.name == CpuAttention.name:
+        raise ConfigError("engine.deterministic: soft caps, which this model has, need it to be false on a CPU")

@@ -50,10 +50,10 @@ def measure_activations(runner: ModelRunner, demand: MemoryDemand) -> Activation
     on_cpu = runner.device.type == "cpu"
     context = min(demand.max_model_len, _MAX_CONTEXT_ON_CPU) if on_cpu else demand.max_model_len
     size = step_to_try(demand, context) if on_cpu else demand.largest_step
-    num_blocks = -(-size.num_tokens // demand.block_size)
+    num_blocks, num_groups = -(-size.num_tokens // demand.block_size), len(demand.config.kv_groups)
     rehearsal = runner.rehearsal(num_blocks, context)
     rehearsal.kv.zero_()  # touched now, so that it is not counted
-    step = make_step(size, context, demand.block_size, num_blocks)
+    step = make_step(size, context, demand.block_size, num_blocks, num_groups)
     sampler = Sampler(demand.config.vocab_size, runner.kernels)
     rows = [SampleRow(_PROBE, i, (0,), [0]) for i in range(size.num_seqs)]
 
@@ -89,7 +89,7 @@ def untried_bytes(demand: MemoryDemand, tried: StepLimits, peak: int) -> int:
     return max(rest, rest * peak // said)
 
 
-def make_step(size: StepLimits, context: int, block_size: int, num_blocks: int) -> StepInput:
+def make_step(size: StepLimits, context: int, block_size: int, num_blocks: int, num_groups: int = 1) -> StepInput:
     """A step over a cache of `num_blocks` that hold its tokens.
 
     The first sequence is a chunk at the end of a whole context; the others begin, with one token if the first leaves
@@ -112,10 +112,10 @@ def make_step(size: StepLimits, context: int, block_size: int, num_blocks: int) 
     return StepInput(
         token_ids=np.zeros(num_tokens, dtype=np.int32),
         positions=np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)]).astype(np.int32),
-        slot_mapping=rows,
+        slot_mapping=np.tile(rows, num_groups),
         cu_seqlens_q=np.concatenate([[0], ends]).astype(np.int32),
         seqlens_k=np.array([s + n for s, n in zip(starts, lengths, strict=True)], dtype=np.int32),
-        block_tables=np.tile(np.arange(width, dtype=np.int32) % num_blocks, (num_seqs, 1)),
+        block_tables=np.tile(np.arange(width, dtype=np.int32) % num_blocks, (num_groups * num_seqs, 1)),
         logits_indices=(ends - 1).astype(np.int32),
         block_copies=np.empty((0, 2), dtype=np.int32),
         scored=scored,

@@ -13,12 +13,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Self
 
+from cluster.kv_groups import KvGroup
 from cluster.lifecycle import RequestKey
 from cluster.pb import worker_pb2
 from engine.kv.block_manager import BlockManager
 from engine.sampling.constraint import Constraint
 from engine.sampling.params import SampledToken, SampleRow, SamplingParams
 from engine.step_input import BlockTable, ScoredSpan, SequenceSlice, table_of
+
+AHEAD_TOKENS = 2048
+"""Tokens for which a window has blocks ahead of those that are computed, and the most of a prompt in one step then."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +103,11 @@ class Sequence:
     fan_out: int = 1
     output_token_ids: list[int] = field(default_factory=list)
     block_table: BlockTable = field(default_factory=table_of)
+    """As `engine.kv.block_manager` says: a block of each group of layers in turn, or -1."""
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
+    num_landed_tokens: int = 0
+    """Tokens that were computed elsewhere: of a window, what the one behind them sees is here."""
     unread_row: int | None = None
     """Row of the step under way that its newest token is sampled from, where that token is still on the device; it is
     counted among the sequence's tokens, so that the step behind can be planned."""
@@ -185,23 +192,65 @@ class Sequence:
         return [SampleRow(self.request.params, self.index + i, prompt, output, num_unread) for i in range(self.fan_out)]
 
 
-def claim_blocks(sequence: Sequence, blocks: BlockManager) -> bool:
+def claim_blocks(sequence: Sequence, blocks: BlockManager, *, is_landing: bool = False) -> bool:
     """Gives a sequence blocks for all its tokens, prefix cache first. False, and nothing held, when they do not fit.
 
-    A prompt that must be scored is computed from its beginning: cached tokens have no logits.
+    Of a window those for its next tokens (`cover_blocks` gives it more as it goes on), or where the KV `is_landing`,
+    computed elsewhere, those for what the token behind it sees. A prompt that must be scored is computed from its
+    beginning: cached tokens have no logits.
     """
-    needed = blocks_for(sequence.num_tokens, blocks.block_size)
+    num_tokens, size = sequence.num_tokens, blocks.block_size
     request = sequence.request
     cached: list[int] = []
     if (request.use_prefix_cache or request.key.attempt > 1) and not sequence.must_score:
         salt = request.cache_salt if request.use_prefix_cache else request.private_salt
-        cached = blocks.match_prefix(sequence.tokens(0, sequence.num_tokens), salt)
-    if not blocks.can_allocate(needed - len(cached)):
+        cached = blocks.match_prefix(sequence.tokens(0, num_tokens), salt, num_tokens if is_landing else 0)
+    num_cached = len(cached) // len(blocks.groups) * size
+    end = blocks_for(num_tokens, size)
+    spans = []
+    for group in blocks.groups:
+        first, last = num_cached // size, end
+        if group.window is not None and is_landing:
+            first = max(first, group.first_seen(num_tokens) // size)
+        elif group.window is not None:
+            last = min(end, blocks_for(num_cached + AHEAD_TOKENS, size))
+        spans.append(range(first, last))
+    if not blocks.can_allocate(sum(map(len, spans))):
         blocks.release(cached)
         return False
-    sequence.block_table = table_of(cached + blocks.allocate(needed - len(cached)))
-    sequence.num_computed_tokens = sequence.num_cached_tokens = len(cached) * blocks.block_size
+    sequence.num_landed_tokens = num_tokens if is_landing else 0
+    sequence.block_table = table_of(cached)
+    sequence.num_computed_tokens = sequence.num_cached_tokens = num_cached
+    blocks.fill(sequence.block_table, end, spans)
     return True
+
+
+def cover_blocks(sequence: Sequence, blocks: BlockManager) -> int:
+    """Gives the windows of a sequence blocks for its next tokens, as far as there are any; returns the tokens that
+    have theirs, of those that are to be computed."""
+    if not blocks.has_windows:
+        return sequence.num_remaining
+    count, size, table = len(blocks.groups), blocks.block_size, sequence.block_table
+    first, most = sequence.num_computed_tokens // size, sequence.num_computed_tokens + AHEAD_TOKENS
+    end = min(len(table) // count, blocks_for(most, size))
+    windows = [place for place, group in enumerate(blocks.groups) if group.window is not None]
+    covered = first
+    while covered < end and table[covered * count + windows[0]] >= 0:
+        covered += 1
+    last = min(end, covered + blocks.num_available // len(windows))
+    if covered < last:
+        spans = [range(covered, last if place in windows else covered) for place in range(count)]
+        blocks.fill(table, len(table) // count, spans)
+    return min(sequence.num_remaining, max(0, last * size - sequence.num_computed_tokens))
+
+
+def settle_blocks(sequence: Sequence, blocks: BlockManager, before: int) -> None:
+    """Makes blocks that filled since `before` tokens were computed findable in the prefix cache, releases those behind
+    the windows, and takes those for the tokens that are to be computed next."""
+    publish_blocks(sequence, blocks, before)
+    if blocks.has_windows:
+        blocks.leave_windows(sequence.block_table, sequence.num_computed_tokens)
+        cover_blocks(sequence, blocks)
 
 
 def publish_blocks(sequence: Sequence, blocks: BlockManager, before: int) -> None:
@@ -211,8 +260,8 @@ def publish_blocks(sequence: Sequence, blocks: BlockManager, before: int) -> Non
         or sequence.num_computed_tokens // blocks.block_size == before // blocks.block_size
     ):
         return
-    tokens = sequence.tokens(0, sequence.num_computed_tokens)
-    blocks.publish(tokens, sequence.block_table, sequence.request.cache_salt, sequence.num_computed_tokens)
+    tokens, num_landed = sequence.tokens(0, sequence.num_computed_tokens), sequence.num_landed_tokens
+    blocks.publish(tokens, sequence.block_table, sequence.request.cache_salt, sequence.num_computed_tokens, num_landed)
 
 
 def keep_blocks(sequence: Sequence, blocks: BlockManager, num_tokens: int) -> int:
@@ -223,7 +272,8 @@ def keep_blocks(sequence: Sequence, blocks: BlockManager, num_tokens: int) -> in
     request = sequence.request
     num_full = num_tokens // blocks.block_size * blocks.block_size
     salt = request.cache_salt if request.use_prefix_cache else request.private_salt
-    blocks.publish(sequence.tokens(0, num_full), sequence.block_table, salt, num_full)
+    tokens = sequence.tokens(0, num_full)
+    blocks.publish(tokens, sequence.block_table, salt, num_full, sequence.num_landed_tokens)
     return num_full
 
 
@@ -234,8 +284,19 @@ def release_blocks(sequence: Sequence, blocks: BlockManager) -> None:
     sequence.num_computed_tokens = 0
 
 
+def num_missing(sequence: Sequence, num_tokens: int, blocks: BlockManager) -> int:
+    """Blocks that its table lacks for so many tokens, of all groups; 0 or less: none."""
+    return blocks_for(num_tokens, blocks.block_size) * len(blocks.groups) - len(sequence.block_table)
+
+
+def most_blocks(groups: Seq[KvGroup], num_tokens: int, block_size: int) -> int:
+    """Blocks that one sequence of so many tokens holds at a time, at most."""
+    windows = [num_tokens if group.window is None else group.window + AHEAD_TOKENS + block_size for group in groups]
+    return sum(blocks_for(min(num_tokens, window), block_size) for window in windows)
+
+
 def blocks_for(num_tokens: int, block_size: int) -> int:
-    """Blocks that hold `num_tokens` tokens."""
+    """Blocks of one group that hold `num_tokens` tokens."""
     return -(-num_tokens // block_size)
 
 

@@ -44,11 +44,13 @@ class StepBudget:
         self._seconds_left = math.inf
         return self._decoding
 
-    def prompt(self, sequence: Sequence) -> int:
-        """Returns how many of a sequence's tokens the step computes, and takes them from what is left."""
+    def prompt(self, sequence: Sequence, most: int | None = None) -> int:
+        """Returns how many of a sequence's tokens, at most `most`, the step computes, and takes them from what is
+        left."""
         if self._decoding and self._cost is None:
             self._bound_time()
         num_before, num_tokens = sequence.num_computed_tokens, min(sequence.num_remaining, self._tokens_left)
+        num_tokens = num_tokens if most is None else min(num_tokens, most)
         if self._cost is not None:
             more_s = (BEGUN_PACES - 1) * self._most_s if sequence.was_begun else 0.0
             in_time = self._in_time(self._cost, num_before, self._seconds_left + more_s)

@@ -1,7 +1,8 @@
 """The inputs of one forward pass, and their form as plain bytes for the other tensor-parallel ranks.
 
 Legend: T tokens of all sequences in the step, S sequences, B blocks in the longest table, R rows whose logits are
-wanted, P rows that are scored for their next token, which is known, C block copies. Arrays are int32 and never change.
+wanted, P rows that are scored for their next token, which is known, C block copies, G groups of layers
+(`cluster.kv_groups`). Arrays are int32 and never change.
 
 A step may be launched before the tokens are read that the step before it led to. Such a token stands in `token_ids` as
 -1 - r, where r is the row whose logits it was sampled from, in the order of the step before.
@@ -42,13 +43,22 @@ class StepInput:
 
     token_ids: IntArray  # [T] below 0: not read yet
     positions: IntArray  # [T]
-    slot_mapping: IntArray  # [T] block_id * block_size + offset of each new token
+    slot_mapping: IntArray  # [G*T] block_id * block_size + offset of each new token, group after group
     cu_seqlens_q: IntArray  # [S+1]
     seqlens_k: IntArray  # [S]
-    block_tables: IntArray  # [S, B] padded with 0
+    block_tables: IntArray  # [G*S, B] group after group, 0 where there is no block
     logits_indices: IntArray  # [R] rows of the flat batch
     block_copies: IntArray  # [C, 2]
     scored: IntArray  # [P, 3] row of the flat batch, the token that follows it, alternatives wanted beside that
+
+    def of_group(self, place: int) -> StepInput:
+        """The same step as the layers of one group see it; its copies are not theirs."""
+        num_tokens, num_seqs = len(self.token_ids), len(self.seqlens_k)
+        return replace(
+            self,
+            slot_mapping=self.slot_mapping[place * num_tokens : (place + 1) * num_tokens],
+            block_tables=self.block_tables[place * num_seqs : (place + 1) * num_seqs],
+        )
 
     @property
     def has_unread_tokens(self) -> bool:
@@ -109,33 +119,37 @@ class SequenceSlice:
     """Below 0: not read yet, as in `StepInput`."""
     start: int
     block_table: Sequence[int]
-    """A `BlockTable` where it should be quick."""
+    """A `BlockTable` where it should be quick; a block of each group in turn, or -1."""
     wants_logits: bool
     scored: ScoredSpan | None = None
 
 
 def build_step(
-    slices: list[SequenceSlice], block_size: int, block_copies: list[tuple[int, int]] | None = None
+    slices: list[SequenceSlice],
+    block_size: int,
+    block_copies: list[tuple[int, int]] | None = None,
+    num_groups: int = 1,
 ) -> StepInput:
     """Lays slices out as one ragged batch. Logits and scored rows come in the order of the slices that want them."""
     if not block_copies and all(len(s.token_ids) == 1 and s.wants_logits and s.scored is None for s in slices):
-        return _build_decode(slices, block_size)
+        return _build_decode(slices, block_size, num_groups)
     lengths = np.array([len(s.token_ids) for s in slices], dtype=np.int32)
     cu_seqlens_q = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     starts = np.array([s.start for s in slices], dtype=np.int32)
-    block_tables = _block_tables(slices)
+    block_tables = _block_tables(slices, num_groups)  # -1 where there is no block: no token may have its slot there
     sequence_of_token = np.repeat(np.arange(len(slices)), lengths)
     positions = (np.arange(cu_seqlens_q[-1]) - cu_seqlens_q[sequence_of_token] + starts[sequence_of_token]).astype(
         np.int32
     )
-    blocks = block_tables[sequence_of_token, positions // block_size]
+    by_group = block_tables.reshape(num_groups, len(slices), block_tables.shape[1])
+    blocks = by_group[:, sequence_of_token, positions // block_size]  # [G, T]
     return StepInput(
         token_ids=np.fromiter((t for s in slices for t in s.token_ids), dtype=np.int32, count=int(lengths.sum())),
         positions=positions,
-        slot_mapping=(blocks * block_size + positions % block_size).astype(np.int32),
+        slot_mapping=(blocks * block_size + positions % block_size).astype(np.int32).reshape(-1),
         cu_seqlens_q=cu_seqlens_q,
         seqlens_k=(starts + lengths).astype(np.int32),
-        block_tables=block_tables,
+        block_tables=np.maximum(block_tables, 0),
         logits_indices=np.array(
             [cu_seqlens_q[i + 1] - 1 for i, s in enumerate(slices) if s.wants_logits], dtype=np.int32
         ),
@@ -144,33 +158,39 @@ def build_step(
     )
 
 
-def _build_decode(slices: list[SequenceSlice], block_size: int) -> StepInput:
+def _build_decode(slices: list[SequenceSlice], block_size: int, num_groups: int) -> StepInput:
     """One new token of each: in few calls, since nothing is computed meanwhile and steps are short."""
     starts = [s.start for s in slices]
     slots = [
-        s.block_table[at // block_size] * block_size + at % block_size for s, at in zip(slices, starts, strict=True)
+        s.block_table[at // block_size * num_groups + place] * block_size + at % block_size
+        for place in range(num_groups)
+        for s, at in zip(slices, starts, strict=True)
     ]
-    flat = [s.token_ids[0] for s in slices] + starts + slots + [at + 1 for at in starts]
-    token_ids, positions, slot_mapping, seqlens_k = np.array(flat, dtype=np.int32).reshape(4, len(slices))
+    flat = [s.token_ids[0] for s in slices] + starts + [at + 1 for at in starts] + slots
+    arrays = np.array(flat, dtype=np.int32)
+    token_ids, positions, seqlens_k = arrays[: 3 * len(slices)].reshape(3, len(slices))
     every = _counting(len(slices))
     return StepInput(
         token_ids=token_ids,
         positions=positions,
-        slot_mapping=slot_mapping,
+        slot_mapping=arrays[3 * len(slices) :],
         cu_seqlens_q=every,
         seqlens_k=seqlens_k,
-        block_tables=_block_tables(slices),
+        block_tables=np.maximum(_block_tables(slices, num_groups), 0),
         logits_indices=every[:-1],
         block_copies=_NO_COPIES,
         scored=_NO_SCORES,
     )
 
 
-def _block_tables(slices: list[SequenceSlice]) -> IntArray:
-    """[S, B]"""
-    tables = np.zeros((len(slices), max((len(s.block_table) for s in slices), default=1)), dtype=np.int32)
+def _block_tables(slices: list[SequenceSlice], num_groups: int) -> IntArray:
+    """[G*S, B], as the slices have them."""
+    tables = np.zeros((len(slices), max((len(s.block_table) for s in slices), default=num_groups)), dtype=np.int32)
     for row, s in enumerate(slices):
         tables[row, : len(s.block_table)] = s.block_table
+    if num_groups > 1:
+        by_group = tables.reshape(len(slices), tables.shape[1] // num_groups, num_groups).transpose(2, 0, 1)
+        tables = by_group.reshape(num_groups * len(slices), by_group.shape[2])
     return tables
 
 

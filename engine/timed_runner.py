@@ -42,7 +42,8 @@ _DTYPE = torch.float32
 
 
 def timed_config(config: ModelConfig) -> ModelConfig:
-    """A model with these layers, tokens and positions, whose weights take nothing and whose KV is one state."""
+    """A model with these layers, tokens and positions, whose weights take nothing and whose KV is one state, kept of
+    all tokens in all layers."""
     return replace(
         config,
         hidden_size=1,
@@ -52,6 +53,7 @@ def timed_config(config: ModelConfig) -> ModelConfig:
         head_dim=1,
         dtype=str(_DTYPE).removeprefix("torch."),
         packing=None,
+        layer_windows=(None,) * config.num_hidden_layers,
     )
 
 
@@ -72,14 +74,14 @@ class TimedRunner:
         self._cost = cost
         self._block_size = block_size
         self._clock, self._sleep = clock, sleep
-        self._num_layers = config.num_hidden_layers
+        self._num_layers, self._groups = config.num_hidden_layers, config.kv_groups
         self._ended_at = -math.inf
         self._last_slots: IntArray = np.zeros(0, dtype=np.int32)
         """Of the newest token of each sequence of the latest step, [S]."""
 
     def make_pool(self, num_blocks: int, memory: Callable[[int], Tensor] | None = None) -> None:
         """To be called once, before the first step. `memory`: as of `engine.kv.pool.KvCache`."""
-        self._kv = KvCache(self._num_layers, num_blocks, self._block_size, 1, 1, _DTYPE, self.device, memory)
+        self._kv = KvCache(self._groups, num_blocks, self._block_size, 1, 1, _DTYPE, self.device, memory)
         self._halves = self._kv.pool.numpy().view(np.uint32).reshape(self._num_layers, 2, -1)  # [L, 2, slots]
 
     @property

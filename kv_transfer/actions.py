@@ -6,7 +6,7 @@ worker and the pair of its ranks. A slot is one of the pair's; token ranges are 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from cluster.lifecycle import RequestKey
@@ -15,12 +15,14 @@ from cluster.pb import handoff_pb2, worker_pb2
 
 @dataclass(frozen=True)
 class Range:
-    """The KV of tokens [token_start, token_end) in layers [layer_start, layer_end)."""
+    """The KV of tokens [token_start, token_end) in layers [layer_start, layer_end), counted within a group of layers
+    (`cluster.kv_groups`)."""
 
     token_start: int
     token_end: int
     layer_start: int
     layer_end: int
+    group: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -30,6 +32,18 @@ class Range:
     def num_cells(self) -> int:
         """Tokens times layers: what fills a slot, and what a whole prompt is counted in."""
         return self.num_tokens * (self.layer_end - self.layer_start)
+
+    def cut(self, capacity: int) -> tuple[Range, list[Range]]:
+        """The first part, which fits a slot of `capacity` cells, and what is left: layers first, then tokens."""
+        if self.num_cells <= capacity:
+            return self, []
+        layer = min(self.layer_start + max(1, capacity // self.num_tokens), self.layer_end)
+        token = min(self.token_start + capacity, self.token_end)
+        first = replace(self, token_end=token, layer_end=layer)
+        rest = [replace(self, token_start=token, layer_end=layer)] if token < self.token_end else []
+        if layer < self.layer_end:
+            rest.append(replace(self, layer_start=layer))
+        return first, rest
 
 
 @dataclass(frozen=True)
@@ -59,11 +73,12 @@ class Chunk:
             token_end=where.token_end,
             layer_start=where.layer_start,
             layer_end=where.layer_end,
+            group=where.group,
         )
 
     @classmethod
     def from_proto(cls, message: handoff_pb2.Chunk, epoch: str) -> Chunk:
-        where = Range(message.token_start, message.token_end, message.layer_start, message.layer_end)
+        where = Range(message.token_start, message.token_end, message.layer_start, message.layer_end, message.group)
         return cls(RequestKey.of(message.key), epoch, message.index, message.slot, where)
 
 

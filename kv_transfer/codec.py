@@ -166,7 +166,7 @@ class SlotCodec:
             layers = slice(layer, min(layer + num_layers, what.layer_end))
             for token in range(what.token_start, what.token_end, num_tokens):
                 tokens = slice(token, min(token + num_tokens, what.token_end))
-                piece = Range(tokens.start, tokens.stop, layers.start, layers.stop)
+                piece = Range(tokens.start, tokens.stop, layers.start, layers.stop, what.group)
                 yield piece, (_moved(layers, -what.layer_start), slice(None), _moved(tokens, -what.token_start))
 
     def _views(self, slot: Tensor, what: Range) -> tuple[Tensor, Tensor | None]:

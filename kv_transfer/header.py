@@ -45,7 +45,8 @@ _FIELDS = {
     "payload bytes": "Q",
     "heads": "I",
     "head size": "I",
-    "wire dtype": "B7x",
+    "wire dtype": "B",
+    "group": "H5x",
     "digest": "Q",
 }
 _STRUCT = struct.Struct("<" + "".join(_FIELDS.values()))
@@ -106,7 +107,7 @@ class Header:
     def fields(self, kind: int, digest: int) -> tuple[bytes | int, ...]:
         what = self.range
         place = (what.token_start, what.token_end, what.layer_start, what.layer_end)
-        shape = (self.payload_bytes, self.num_heads, self.head_dim, _WIRE_DTYPES.index(self.wire_dtype))
+        shape = (self.payload_bytes, self.num_heads, self.head_dim, _WIRE_DTYPES.index(self.wire_dtype), what.group)
         return (MAGIC, VERSION, WIRE_FORMATS.index(self.wire_format), kind, self.tag, *place, *shape, digest)
 
 

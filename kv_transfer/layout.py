@@ -10,8 +10,10 @@ heads are replicated: rank r holds the one head `r * num_kv_heads // tp_size`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from cluster.errors import BatonError
+from cluster.kv_groups import KvGroup, all_layers, group_layers
 from cluster.pb import handoff_pb2
 
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
@@ -46,6 +48,8 @@ class KvLayout:
     """Tokens of one block."""
     model: str
     """Identity of the weights; KV of another model is never accepted."""
+    layer_windows: tuple[int | None, ...] = ()
+    """For each layer, how many tokens a token sees, itself included; None: all before it. Empty: None for each."""
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "tp_size", "block_size"):
@@ -53,6 +57,8 @@ class KvLayout:
                 raise LayoutMismatch(f"KV layout: {name} must be at least 1 (got {getattr(self, name)})")
         if self.dtype not in DTYPES:
             raise LayoutMismatch(f"KV layout: dtype {self.dtype!r} is not served; use one of {', '.join(DTYPES)}")
+        if len(self.layer_windows) not in (0, self.num_layers):
+            raise LayoutMismatch(f"KV layout: {len(self.layer_windows)} windows are given for {self.num_layers} layers")
         larger, smaller = max(self.num_kv_heads, self.tp_size), min(self.num_kv_heads, self.tp_size)
         if larger % smaller:
             fitting = [n for n in range(1, self.num_kv_heads + 1) if self.num_kv_heads % n == 0]
@@ -60,6 +66,11 @@ class KvLayout:
                 f"KV layout: tp_size {self.tp_size} does not divide {self.num_kv_heads} KV heads; "
                 f"use one of {fitting} or a multiple of {self.num_kv_heads}"
             )
+
+    @cached_property
+    def groups(self) -> tuple[KvGroup, ...]:
+        """The groups of layers that lie in blocks of their own."""
+        return group_layers(self.layer_windows) if self.layer_windows else all_layers(self.num_layers)
 
     @property
     def num_local_heads(self) -> int:
@@ -85,6 +96,7 @@ class KvLayout:
             tp_size=self.tp_size,
             block_size=self.block_size,
             model=self.model,
+            layer_windows=[window or 0 for window in self.layer_windows],
         )
 
     @classmethod
@@ -98,6 +110,7 @@ class KvLayout:
             tp_size=message.tp_size,
             block_size=message.block_size,
             model=message.model,
+            layer_windows=tuple(window or None for window in message.layer_windows),
         )
 
     def __str__(self) -> str:
@@ -128,7 +141,7 @@ def check_compatible(sender: KvLayout, receiver: KvLayout) -> None:
             f"KV cannot be handed over: the KV cache is of {sender.dtype} at the sender and of {receiver.dtype} at the "
             f"receiver; start both workers with the same kv_cache_dtype (sender: {sender}; receiver: {receiver})"
         )
-    for name in ("model", "num_layers", "num_kv_heads", "head_dim"):
+    for name in ("model", "num_layers", "num_kv_heads", "head_dim", "layer_windows"):
         ours, theirs = getattr(sender, name), getattr(receiver, name)
         if ours != theirs:
             raise LayoutMismatch(

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from cluster.errors import TransferFailed
+from cluster.kv_groups import num_rows
 from cluster.pb import rank_pb2
 from cluster.transports import shares_pages
 from kv_transfer import pages
@@ -72,7 +73,7 @@ class Landing:
 
 
 class TransferEngine:
-    """Moves the KV of one rank. `kv` is [L, 2, N, B, H, D]."""
+    """Moves the KV of one rank. `kv` is [L, 2, N, B, H, D], L the layers of the largest group."""
 
     def __init__(
         self,
@@ -96,7 +97,7 @@ class TransferEngine:
 
         `compute_stream` writes and reads the pages; None: the device's default. Raises ValueError.
         """
-        expected = (layout.num_layers, 2, kv.shape[2], layout.block_size, layout.num_local_heads, layout.head_dim)
+        expected = (num_rows(layout.groups), 2, kv.shape[2], layout.block_size, layout.num_local_heads, layout.head_dim)
         if tuple(kv.shape) != expected or kv.dtype != getattr(torch, layout.dtype):
             raise ValueError(f"the KV cache is {tuple(kv.shape)} {kv.dtype}; its layout says {expected} {layout.dtype}")
         self._kv = kv
@@ -122,7 +123,7 @@ class TransferEngine:
         """Copies a token to and fro, so that the kernels for all heads are compiled before the first hand-off."""
         if self._page_kernel is None:
             return
-        what, heads = Range(0, 1, 0, self._layout.num_layers), slice(0, self._layout.num_local_heads)
+        what, heads = Range(0, 1, 0, self._kv.shape[0]), slice(0, self._layout.num_local_heads)
         buffer = torch.empty((what.layer_end, 2, 1, *self._kv.shape[4:]), dtype=self._kv.dtype, device=self._kv.device)
         pages.gather(self._kv, [0], what, heads, buffer, self._page_kernel)
         pages.scatter(self._kv, [0], what, heads, buffer, self._page_kernel)
@@ -260,6 +261,10 @@ class TransferEngine:
     def _slot_cells(self, pair: RankPair) -> int:
         """Tokens times layers that one slot holds."""
         return pair.spec.agreed.chunk_tokens * self._layout.num_layers
+
+    def num_layers_of(self, what: Range) -> int:
+        """Layers of the model, from the first on, that are written when the range is."""
+        return self._layout.groups[what.group].layers[what.layer_end - 1] + 1
 
     # Sender
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 
 from engine.kv.block_manager import BlockManager
-from engine.sequence import ScheduledSequence, Sequence, claim_blocks
+from engine.sequence import ScheduledSequence, Sequence, claim_blocks, cover_blocks
 from engine.step_budget import StepBudget
 
 
@@ -55,5 +55,5 @@ class PrefillScheduler:
     def plan(self, budget: StepBudget) -> list[ScheduledSequence]:
         """Shares of the next step, from what is left of its budget."""
         in_turn = sorted(self._running, key=lambda sequence: not sequence.was_begun)
-        shares = ((sequence, budget.prompt(sequence)) for sequence in in_turn)
+        shares = ((sequence, budget.prompt(sequence, cover_blocks(sequence, self._blocks))) for sequence in in_turn)
         return [ScheduledSequence(sequence, num_tokens) for sequence, num_tokens in shares if num_tokens]

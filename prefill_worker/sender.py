@@ -19,11 +19,12 @@ are quarantined until its pair is closed on every rank: what the receiver reads 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 
+from cluster.kv_groups import KvGroup, num_rows
 from cluster.lifecycle import RequestKey
 from cluster.pb import handoff_pb2, worker_pb2
 from kv_transfer.actions import (
@@ -38,7 +39,7 @@ from kv_transfer.actions import (
     Transmit,
 )
 
-MIN_LAYER_GROUPS = 4
+MIN_LAYER_PARTS = 4
 """Parts into which the layers of a prompt's last step are cut, so that the first travel while the last compute."""
 MIN_LAYERED_TOKENS = 64
 """A last step shorter than this is not cut: its transfer is shorter than the messages of one more chunk."""
@@ -136,10 +137,12 @@ class SendSlots:
 
 
 class Sender:
-    """All hand-offs out of one worker, whose model has `num_layers` layers."""
+    """All hand-offs out of one worker, whose model has these groups of layers. Of a window no more is sent than the
+    token behind the handed over ones sees."""
 
-    def __init__(self, num_layers: int) -> None:
-        self._num_layers = num_layers
+    def __init__(self, groups: Sequence[KvGroup]) -> None:
+        self._groups = groups
+        self._num_layers = sum(len(group.layers) for group in groups)
         self._outgoing: dict[RequestKey, Outgoing] = {}
         self._slots: dict[str, SendSlots] = {}
         self._closing: set[str] = set()
@@ -226,7 +229,7 @@ class Sender:
         if out is None or not out.advance(SendEvent.COMPUTED):
             return []
         is_cut = token_end - out.next_token >= MIN_LAYERED_TOKENS
-        self._queue(out, token_end, after_step, MIN_LAYER_GROUPS if is_cut else 1)
+        self._queue(out, token_end, after_step, MIN_LAYER_PARTS if is_cut else 1)
         return self._pump(out.epoch)
 
     def computed(self, key: RequestKey, num_computed: int, after_step: int) -> Actions:
@@ -319,17 +322,20 @@ class Sender:
                 self._free_slot(chunk)
         return self._release_pages(out) + self._pump(out.epoch)
 
-    def _queue(self, out: Outgoing, token_end: int, after_step: int, num_groups: int) -> None:
-        """Appends what the receiver lacks of tokens [next_token, token_end), in groups of layers.
+    def _queue(self, out: Outgoing, token_end: int, after_step: int, num_parts: int) -> None:
+        """Appends what the receiver lacks of tokens [next_token, token_end), the layers in parts.
 
         They are cut into what a slot holds when one is free: only then is the connection open and the slot size known.
         """
         if out.next_token >= token_end:
             return
-        size = -(-self._num_layers // min(num_groups, self._num_layers))
-        for layer in range(0, self._num_layers, size):
-            layers = layer, min(layer + size, self._num_layers)
-            out.waiting.append((Range(out.next_token, token_end, *layers), after_step))
+        most = num_rows(self._groups)
+        size = -(-most // min(num_parts, most))
+        for layer in range(0, most, size):
+            for place, group in enumerate(self._groups):
+                start, end = max(out.next_token, group.first_seen(out.num_tokens)), min(layer + size, len(group.layers))
+                if start < token_end and layer < end:
+                    out.waiting.append((Range(start, token_end, layer, end, place), after_step))
         out.next_token = token_end
 
     def _pump(self, epoch: str) -> Actions:
@@ -341,7 +347,7 @@ class Sender:
         for out in self._outgoing.values():
             while out.epoch == epoch and out.waiting and slots.free_slots:
                 whole, after_step = out.waiting.popleft()
-                part, rest = _cut(whole, slots.capacity)
+                part, rest = whole.cut(slots.capacity)
                 out.waiting.extendleft((piece, after_step) for piece in reversed(rest))
                 chunk = Chunk(out.key, epoch, out.num_chunks, slots.free_slots.pop(), part)
                 out.num_chunks += 1
@@ -384,17 +390,3 @@ class Sender:
         slots = self._slots.get(chunk.epoch)
         if slots is not None:
             slots.free_slots.append(chunk.slot)
-
-
-def _cut(whole: Range, capacity: int) -> tuple[Range, list[Range]]:
-    """The first part of a range that fits a slot of `capacity` cells, and what is left: layers first, then tokens."""
-    if whole.num_cells <= capacity:
-        return whole, []
-    num_layers = max(1, capacity // whole.num_tokens)
-    layer = min(whole.layer_start + num_layers, whole.layer_end)
-    token = min(whole.token_start + capacity, whole.token_end)
-    first = Range(whole.token_start, token, whole.layer_start, layer)
-    rest = [Range(token, whole.token_end, whole.layer_start, layer)] if token < whole.token_end else []
-    if layer < whole.layer_end:
-        rest.append(Range(whole.token_start, whole.token_end, layer, whole.layer_end))
-    return first, rest

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cluster.kv_groups import all_layers
 from engine.kv.block_manager import BlockManager
 from engine.step_input import IntArray, StepInput
 from engine.token_hash import StateArray, states_after
@@ -146,7 +147,7 @@ class WatchedBlocks(BlockManager):
     """Tells the pages which blocks are held."""
 
     def __init__(self, pages: WatchedPages, num_blocks: int, block_size: int) -> None:
-        super().__init__(num_blocks, block_size)
+        super().__init__(num_blocks, block_size, groups=all_layers(pages.num_layers))
         self._pages = pages
         self._salts: dict[int, bytes] = {}
         """Those with which blocks were published."""
@@ -158,15 +159,22 @@ class WatchedBlocks(BlockManager):
         self._pages.hand_out(blocks)
         return blocks
 
-    def match_prefix(self, token_ids: Sequence[int], salt: bytes = b"") -> list[int]:
-        matched = super().match_prefix(token_ids, salt)
+    def match_prefix(self, token_ids: Sequence[int], salt: bytes = b"", num_landing: int = 0) -> list[int]:
+        matched = super().match_prefix(token_ids, salt, num_landing)
         if any(self._salts[block] != salt for block in matched):
             raise PageAlarm("a prefix is found under another salt than it was published with")
         self._pages.take_up(matched)
         return matched
 
-    def publish(self, token_ids: Sequence[int], block_table: Sequence[int], salt: bytes, num_computed: int) -> None:
-        super().publish(token_ids, block_table, salt, num_computed)
+    def publish(
+        self,
+        token_ids: Sequence[int],
+        block_table: Sequence[int],
+        salt: bytes,
+        num_computed: int,
+        num_landed: int = 0,
+    ) -> None:
+        super().publish(token_ids, block_table, salt, num_computed, num_landed)
         for block in block_table[: num_computed // self.block_size]:
             self._salts.setdefault(block, salt)
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from cluster.config.schema import SloSection, TransferSection
 from cluster.failure_detector import FailureTimeouts
+from cluster.kv_groups import all_layers
 from cluster.pb import worker_pb2
 from cluster.protocol import spoken
 from cluster.settings import WorkerSettings
@@ -171,7 +172,6 @@ class SimulatedWorker:
             _settings_of(spec, transfer, slo),
             max_model_len=spec.max_model_len,
             vocab_size=END_TOKEN + 1,
-            num_layers=self.ranks.pages.num_layers,
             step_log=StepLog(None),
             overlaps=spec.overlaps,
             clock=loop.time,
@@ -295,7 +295,7 @@ class SimulatedWorker:
         if self._cluster.is_watched:
             watched = WatchedPages(num_blocks, spec.block_size, spec.num_layers)
             return watched, watched.blocks
-        blocks = BlockManager(num_blocks, spec.block_size, spec.enable_prefix_cache)
+        blocks = BlockManager(num_blocks, spec.block_size, spec.enable_prefix_cache, all_layers(spec.num_layers))
         if self._cluster.is_fast:
             return NoPages(spec.block_size), blocks
         return KvPages(num_blocks, spec.block_size, spec.num_layers), blocks

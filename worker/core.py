@@ -75,7 +75,6 @@ class Core:
         *,
         max_model_len: int,
         vocab_size: int,
-        num_layers: int,
         step_log: StepLog,
         constrainer: Constrainer | None = None,
         crash_record: CrashRecord | None = None,
@@ -102,8 +101,8 @@ class Core:
         self.reporter = Reporter(step_log)
         self._grammars = GrammarQueue(constrainer, inbox.post, self._admit, self._refuse)
         self._cache_reporter = CacheReporter(blocks, self.reporter)
-        self.prefill = PrefillRole(self.reporter, blocks, num_layers)
-        self.decode = DecodeRole(self.reporter, blocks, settings.engine.num_seqs, num_layers)
+        self.prefill = PrefillRole(self.reporter, blocks)
+        self.decode = DecodeRole(self.reporter, blocks, settings.engine.num_seqs)
         self.handoffs = Handoffs(
             handoff_context,
             self.prefill,

@@ -23,8 +23,8 @@ from engine.sequence import (
     Sequence,
     claim_blocks,
     keep_blocks,
-    publish_blocks,
     release_blocks,
+    settle_blocks,
 )
 from engine.step_budget import StepBudget
 from engine.step_input import table_of
@@ -57,13 +57,12 @@ class DecodeRole:
         reporter: Reporter,
         blocks: BlockManager,
         max_num_seqs: int,
-        num_layers: int,
     ) -> None:
         self._reporter = reporter
         self._arrivals = itertools.count()
         self._blocks = blocks
         self._scheduler = DecodeScheduler(blocks, max_num_seqs)
-        self._receiver = Receiver(num_layers)
+        self._receiver = Receiver(blocks.groups)
         self._tasks: dict[RequestKey, DecodeTask] = {}
         self._connections: dict[str, HandoffConnection] = {}
         """By epoch, until they are retired."""
@@ -212,7 +211,7 @@ class DecodeRole:
             sequence.unread_row = None
         else:
             sequence.num_computed_tokens += scheduled.num_tokens
-        publish_blocks(sequence, self._blocks, sequence.num_computed_tokens - scheduled.num_tokens)
+        settle_blocks(sequence, self._blocks, sequence.num_computed_tokens - scheduled.num_tokens)
         if sequence.must_score:
             self._reporter.emit_prompt_logprobs(sequence, sequence.take_scores(scores))
         if not sampled:
@@ -259,7 +258,8 @@ class DecodeRole:
                     self._to_reserve.append(action.key)
                     self._reserve_waiting(self._scheduler.most_blocks_due())
                 case Land():
-                    chunk, table = action.chunk, self._tasks[action.chunk.key].prompt.block_table
+                    chunk, prompt = action.chunk, self._tasks[action.chunk.key].prompt
+                    table = self._blocks.of_group(prompt.block_table, chunk.range.group)
                     self._connections[chunk.epoch].land(chunk, table, self._landed)
                 case Ready():
                     self._start_decoding(self._tasks[action.key], action.first_tokens)
@@ -280,8 +280,8 @@ class DecodeRole:
 
     def _reserve(self, task: DecodeTask, num_blocks_due: int) -> bool:
         n, num_tokens = task.request.params.n, task.prompt.num_tokens
-        num_spare = n - 1 if num_tokens % self._blocks.block_size else n
-        if not claim_blocks(task.prompt, self._blocks):
+        num_spare = (n - 1 if num_tokens % self._blocks.block_size else n) * len(self._blocks.groups)
+        if not claim_blocks(task.prompt, self._blocks, is_landing=True):
             return False
         if not self._blocks.can_allocate(num_spare + num_blocks_due):
             release_blocks(task.prompt, self._blocks)
@@ -303,7 +303,7 @@ class DecodeRole:
     def _start_decoding(self, task: DecodeTask, first_tokens: tuple[handoff_pb2.FirstToken, ...]) -> None:
         prompt, before = task.prompt, task.prompt.num_computed_tokens
         prompt.num_computed_tokens = prompt.num_tokens
-        publish_blocks(prompt, self._blocks, before)
+        settle_blocks(prompt, self._blocks, before)
         self._scheduler.num_reserved_seqs -= task.request.params.n
         born = []
         for first in first_tokens:
@@ -324,13 +324,14 @@ class DecodeRole:
         """The first child takes the prompt's blocks as they are, the others fork from it."""
         prompt, heir = task.prompt, born[0]
         heir.block_table, heir.num_computed_tokens = prompt.block_table, prompt.num_computed_tokens
+        heir.num_landed_tokens = prompt.num_landed_tokens
         prompt.block_table = table_of()
         task.live = {child.index: child for child in born}
         self._scheduler.join(heir)
         self._scheduler.fork(heir, born[1:], task.spare)
         for child in born:
             if task.spare and child.block_table and child.num_computed_tokens % self._blocks.block_size == 0:
-                child.block_table.append(task.spare.pop())
+                child.block_table.extend([task.spare.pop() for _ in self._blocks.groups])
 
     def _abort_sequence(self, task: DecodeTask, index: int) -> None:
         task.aborted.add(index)

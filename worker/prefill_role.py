@@ -14,7 +14,7 @@ from cluster.pb import generation_pb2, handoff_pb2, worker_pb2
 from cluster.transports import shares_pages
 from engine.kv.block_manager import BlockManager
 from engine.sampling.params import SampledToken, check_finish
-from engine.sequence import Request, ScheduledSequence, Sequence, publish_blocks, release_blocks
+from engine.sequence import Request, ScheduledSequence, Sequence, release_blocks, settle_blocks
 from engine.step_budget import StepBudget
 from kv_transfer.actions import Actions, BeginPrefill, Chunk, Fail, Gather, ReleasePages, SendMessage, Transmit
 from prefill_worker.scheduler import PrefillScheduler
@@ -37,12 +37,12 @@ class PrefillTask:
 class PrefillRole:
     """Computes prompts and hands their KV over."""
 
-    def __init__(self, reporter: Reporter, blocks: BlockManager, num_layers: int) -> None:
+    def __init__(self, reporter: Reporter, blocks: BlockManager) -> None:
         self._reporter = reporter
         self._arrivals = itertools.count()
         self._blocks = blocks
         self._scheduler = PrefillScheduler(blocks)
-        self._sender = Sender(num_layers)
+        self._sender = Sender(blocks.groups)
         self._tasks: dict[RequestKey, PrefillTask] = {}
         self._connections: dict[str, HandoffConnection] = {}
         """By epoch, until they are retired."""
@@ -154,7 +154,7 @@ class PrefillRole:
             return
         before = sequence.num_computed_tokens
         sequence.num_computed_tokens += scheduled.num_tokens
-        publish_blocks(sequence, self._blocks, before)
+        settle_blocks(sequence, self._blocks, before)
         if sequence.must_score:
             self._reporter.emit_prompt_logprobs(sequence, sequence.take_scores(scores))
         self._carry_out(self._sender.computed(sequence.request.key, sequence.num_computed_tokens, step))
@@ -202,7 +202,8 @@ class PrefillRole:
                     chunk, sequence = action.chunk, self._tasks[action.chunk.key].sequence
                     assert sequence is not None
                     connection = self._connections[chunk.epoch]
-                    connection.gather(chunk, sequence.block_table, action.after_step, self._gathered)
+                    table = self._blocks.of_group(sequence.block_table, chunk.range.group)
+                    connection.gather(chunk, table, action.after_step, self._gathered)
                 case Transmit():
                     self._connections[action.chunk.epoch].transmit(action.chunk, self._sent)
                 case BeginPrefill():

@@ -170,7 +170,7 @@ class RankExecutor:
         self._reply = reply
         self._progress = StepProgress(_leave_cuda_event if runner.device.type == "cuda" else None)
         self._gathers: list[tuple[int, int, int, Chunk, list[int]]] = []
-        """A heap of (step, layer, command number, chunk, block table): the one whose pages are written first leads."""
+        """A heap of (step, layers, command number, chunk, block table): the one whose pages are written first leads."""
         self._issues: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         _start("kv-gather", self._run_gathers)
         _start("kv-issue", self._run_issues)
@@ -210,7 +210,8 @@ class RankExecutor:
                 _start(f"kv-close {epoch}", lambda: self._answer(number, lambda: self._close_pair(epoch)))
             case "gather":
                 chunk, pages = _chunk_of(command.gather), command.gather
-                entry = (pages.after_step, chunk.range.layer_end, number, chunk, list(pages.block_table))
+                num_layers = self._engine.num_layers_of(chunk.range)
+                entry = (pages.after_step, num_layers, number, chunk, list(pages.block_table))
                 self._progress.notify(lambda: heapq.heappush(self._gathers, entry))
             case "send":
                 self._issues.put(lambda: self._send(number, command.send.pair_epoch, command.send.slot))
@@ -266,10 +267,11 @@ class RankExecutor:
         return None
 
     def _gather(self, after_step: int, chunk: Chunk, block_table: list[int]) -> int:
-        ahead = self._progress.event_ahead(after_step, chunk.range.layer_end)
+        num_layers = self._engine.num_layers_of(chunk.range)
+        ahead = self._progress.event_ahead(after_step, num_layers)
         if ahead is not None:
             ahead.synchronize()
-        ready = self._progress.event_of(after_step, chunk.range.layer_end)
+        ready = self._progress.event_of(after_step, num_layers)
         return self._engine.gather(chunk, block_table, ready=ready)
 
     def _run_issues(self) -> None:

@@ -13,7 +13,8 @@ from itertools import islice
 
 from cluster.lifecycle import RequestKey
 from cluster.pb import generation_pb2, worker_pb2
-from engine.kv.block_manager import BlockManager, CacheEvents
+from engine.kv.block_manager import BlockManager
+from engine.kv.cache_events import CacheEvents
 from engine.sampling.params import Finish, SampledToken, check_finish
 from engine.sequence import Sequence
 from worker.steps import StepLog

@@ -127,6 +127,7 @@ class Resolved:
             tp_size=self.settings.tp_size,
             block_size=self.block_size,
             model=f"{self.model}@{self.weights_revision}",
+            layer_windows=self.config.layer_windows if any(self.config.layer_windows) else (),
         )
 
 

@@ -197,7 +197,7 @@ class StepPipeline:
                 self._rest()
             return None
         slices = [p.sequence.slice(p.num_tokens) for p in scheduled]
-        step = build_step(slices, self._blocks.block_size, copies)
+        step = build_step(slices, self._blocks.block_size, copies, len(self._blocks.groups))
         for p in prefilling:
             self._prefill.step_launching(p, number)
         ends = [p for p in scheduled if p.num_tokens == p.sequence.num_remaining]

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class KvLayout(_message.Message):
-    __slots__ = ("num_layers", "num_kv_heads", "head_dim", "dtype", "tp_size", "block_size", "model")
+    __slots__ = ("num_layers", "num_kv_heads", "head_dim", "dtype", "tp_size", "block_size", "model", "layer_windows")
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
@@ -16,6 +16,7 @@ class KvLayout(_message.Message):
     TP_SIZE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    LAYER_WINDOWS_FIELD_NUMBER: _ClassVar[int]
     num_layers: int
     num_kv_heads: int
     head_dim: int
@@ -23,7 +24,8 @@ class KvLayout(_message.Message):
     tp_size: int
     block_size: int
     model: str
-    def __init__(self, num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., tp_size: _Optional[int] = ..., block_size: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...
+    layer_windows: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., tp_size: _Optional[int] = ..., block_size: _Optional[int] = ..., model: _Optional[str] = ..., layer_windows: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SenderHello(_message.Message):
     __slots__ = ("worker_id", "incarnation", "layout", "pair_epoch", "transports", "host_id", "wire_format", "chunk_tokens", "num_slots", "protocol")
@@ -130,7 +132,7 @@ class Reserved(_message.Message):
     def __init__(self, key: _Optional[_Union[_worker_pb2.RequestKey, _Mapping]] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("key", "index", "slot", "token_start", "token_end", "layer_start", "layer_end")
+    __slots__ = ("key", "index", "slot", "token_start", "token_end", "layer_start", "layer_end", "group")
     KEY_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
@@ -138,6 +140,7 @@ class Chunk(_message.Message):
     TOKEN_END_FIELD_NUMBER: _ClassVar[int]
     LAYER_START_FIELD_NUMBER: _ClassVar[int]
     LAYER_END_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
     key: _worker_pb2.RequestKey
     index: int
     slot: int
@@ -145,7 +148,8 @@ class Chunk(_message.Message):
     token_end: int
     layer_start: int
     layer_end: int
-    def __init__(self, key: _Optional[_Union[_worker_pb2.RequestKey, _Mapping]] = ..., index: _Optional[int] = ..., slot: _Optional[int] = ..., token_start: _Optional[int] = ..., token_end: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ...) -> None: ...
+    group: int
+    def __init__(self, key: _Optional[_Union[_worker_pb2.RequestKey, _Mapping]] = ..., index: _Optional[int] = ..., slot: _Optional[int] = ..., token_start: _Optional[int] = ..., token_end: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., group: _Optional[int] = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("key", "chunk_index")

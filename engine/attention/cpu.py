@@ -25,6 +25,7 @@ from engine.native import Native
 
 IntegerArray = np.typing.NDArray[np.integer[Any]]
 _SMALLEST_BUCKET = 8  # blocks; below this, padding costs less than another call
+_ROWS_AT_ONCE = 256  # queries whose scores are laid out whole
 _MAX_GATHERED = 2048  # blocks of one group, which bounds the kept memory
 
 
@@ -94,18 +95,20 @@ class CpuAttention:
         softmax_scale: float,
         causal: bool = True,
         window_size: tuple[int, int] = (-1, -1),
+        soft_cap: float = 0.0,
     ) -> torch.Tensor:
+        """`soft_cap`: scores become soft_cap * tanh(score / soft_cap), in plain torch; 0: they stay."""
         window = (window_size[0], 0 if causal else window_size[1])
-        if self._kernels is not None and window[1] == 0:
+        if self._kernels is not None and window[1] == 0 and not soft_cap:
             return self._attend_in_place(self._kernels, q, (k, v), batch, softmax_scale, window)
         groups = batch.once(("cpu decode", window), lambda: _decode_groups(batch, window, q.dtype))
         if len(groups) == 1 and groups[0].is_whole_batch:
-            return self._attend_group(q, k, v, groups[0], softmax_scale)
+            return self._attend_group(q, k, v, groups[0], softmax_scale, soft_cap)
         out = torch.empty_like(q)
         for group in groups:
-            result = self._attend_group(q.index_select(0, group.rows), k, v, group, softmax_scale)
+            result = self._attend_group(q.index_select(0, group.rows), k, v, group, softmax_scale, soft_cap)
             out.index_copy_(0, group.rows, result)
-        self._attend_prefills(q, k, v, batch, softmax_scale, window, out)
+        self._attend_prefills(q, k, v, batch, softmax_scale, window, out, soft_cap)
         return out
 
     def _attend_in_place(
@@ -140,12 +143,13 @@ class CpuAttention:
         scale: float,
         window: tuple[int, int],
         out: torch.Tensor,
+        soft_cap: float = 0.0,
     ) -> None:
         for one in batch.once(("cpu prefill", window), lambda: _prefills(batch, window, q.dtype)):
-            out[one.start : one.stop] = self._attend_one(q[one.start : one.stop], k, v, one, scale)
+            out[one.start : one.stop] = self._attend_one(q[one.start : one.stop], k, v, one, scale, soft_cap)
 
     def _attend_group(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: _DecodeGroup, scale: float
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: _DecodeGroup, scale: float, soft_cap: float
     ) -> torch.Tensor:
         num_kv_heads, head_dim = k.shape[2], q.shape[2]
         shape = (group.size, -1, num_kv_heads, head_dim)
@@ -153,11 +157,11 @@ class CpuAttention:
             t.view(shape).transpose(1, 2) for t in self._gather(k, v, group.blocks, q.dtype)
         )  # [n, H, M, D]
         queries = q.view(group.size, num_kv_heads, -1, head_dim)  # [n, H, G, D]
-        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask, scale=scale)
+        out = _attend(queries, keys, values, group.mask, scale, soft_cap)
         return out.reshape(q.shape)
 
     def _attend_one(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, one: _Prefill, scale: float
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, one: _Prefill, scale: float, soft_cap: float
     ) -> torch.Tensor:
         num_queries, num_heads, head_dim = q.shape
         num_kv_heads = k.shape[2]
@@ -168,10 +172,7 @@ class CpuAttention:
             pages.flatten(0, 1)[: one.num_keys].transpose(0, 1).unsqueeze(1).expand(shared)
             for pages in self._gather(k, v, one.blocks, q.dtype)
         )
-        is_causal = one.mask is None
-        out = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=one.mask, is_causal=is_causal, scale=scale
-        )
+        out = _attend(queries, keys, values, one.mask, scale, soft_cap)
         return out.permute(2, 0, 1, 3).reshape(q.shape)
 
     def _gather(
@@ -187,6 +188,25 @@ class CpuAttention:
         if is_rounded(k.dtype):
             return decode(keys, dtype), decode(values, dtype)
         return keys, values
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, soft_cap: float
+) -> torch.Tensor:
+    """[.., Q, D] of [.., J, D]; without a mask each of the Q sees those up to its own of as many."""
+    if not soft_cap:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+    pieces = []
+    for first in range(0, q.shape[-2], _ROWS_AT_ONCE):
+        rows = q[..., first : first + _ROWS_AT_ONCE, :]
+        scores = torch.tanh(rows @ k.transpose(-1, -2) * (scale / soft_cap)) * soft_cap
+        if mask is None:
+            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(first + 1)
+            scores = scores.masked_fill_(later, float("-inf"))
+        else:
+            scores = scores + (mask[..., first : first + _ROWS_AT_ONCE, :] if mask.shape[-2] > 1 else mask)
+        pieces.append(torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype) @ v)
+    return torch.cat(pieces, dim=-2)
 
 
 def _alone(batch: AttentionBatch, *, is_every: bool) -> _Alone | None:

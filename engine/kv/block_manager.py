@@ -7,21 +7,24 @@ still touch it.
 Only a full block whose KV is computed may be published; its digest (`cluster.prefix_hash`) covers all tokens before it
 as well, so that equal digests mean equal KV. A watcher of the cache can take the net change of its digests: what waits
 to be taken is bounded by the pool and by `MAX_CHANGES`, beyond which a snapshot takes the place of the changes.
+
+Any block serves any group of layers (`cluster.kv_groups`). A sequence's block table has a block of each group for its
+first tokens, then of each group for the tokens behind those, and so on; -1 where a group keeps nothing of them. Cached
+tokens can be used as far as every group has what the token behind them sees. A watcher is told of the first group.
 Knows nothing of tensors, requests or time. Used from one thread.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, KeysView, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, KeysView, MutableSequence, Sequence
 from itertools import islice
 
 from cluster import prefix_hash
 from cluster.errors import BatonError, InternalError
+from cluster.kv_groups import KvGroup
+from engine.kv.cache_events import MAX_CHANGES, CacheChanges, CacheEvents
 
-MAX_CHANGES = 16_384
-"""Hashes that wait to be taken, at most; a megabyte or so."""
 MOST_STEPS = 2
 """Steps that run at a time, at most: one, and one that was launched behind it."""
 
@@ -37,75 +40,28 @@ class BlockAccountingError(InternalError):
     """An owner did what it may not (released twice, say), or an invariant is broken: a bug, never load."""
 
 
-@dataclass(frozen=True)
-class CacheEvents:
-    """Hashes that the prefix cache serves from now on, and those that it serves no longer; none is in both."""
-
-    stored: list[bytes]
-    evicted: list[bytes]
-    is_snapshot: bool = False
-    """`stored` is all there is and replaces every earlier report."""
-
-
-class CacheChanges:
-    """Gathers what `take` returns. A hash that is stored is not served already, one that is evicted is."""
-
-    def __init__(self, most: int = MAX_CHANGES) -> None:
-        self._most = most
-        self._stored: dict[bytes, None] = {}
-        self._evicted: dict[bytes, None] = {}
-        self._has_overflowed = False
-
-    @property
-    def has_stored(self) -> bool:
-        return bool(self._stored) or self._has_overflowed
-
-    def store(self, block_hashes: Collection[bytes]) -> None:
-        self._note(block_hashes, self._stored, self._evicted)
-
-    def evict(self, block_hashes: Collection[bytes]) -> None:
-        self._note(block_hashes, self._evicted, self._stored)
-
-    def take(self, served: Collection[bytes]) -> CacheEvents | None:
-        """The changes since the last take; all that is `served` now when too many had piled up; None without any."""
-        if self._has_overflowed:
-            self._has_overflowed = False
-            return CacheEvents(list(served), [], is_snapshot=True)
-        if not self._stored and not self._evicted:
-            return None
-        events = CacheEvents(list(self._stored), list(self._evicted))
-        self._stored, self._evicted = {}, {}
-        return events
-
-    def _note(self, block_hashes: Collection[bytes], here: dict[bytes, None], there: dict[bytes, None]) -> None:
-        if self._has_overflowed:
-            return
-        if there.keys().isdisjoint(block_hashes):
-            here.update(dict.fromkeys(block_hashes))
-        else:
-            for block_hash in block_hashes:
-                if block_hash in there:
-                    del there[block_hash]
-                else:
-                    here[block_hash] = None
-        if len(here) + len(there) > self._most:
-            self._stored, self._evicted = {}, {}
-            self._has_overflowed = True
-
-
 class BlockManager:
-    """Hands out the block ids [0, num_blocks) of one KV pool."""
+    """Hands out the block ids [0, num_blocks) of one KV pool, whose layers are divided into `groups`."""
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_cache: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_cache: bool = True,
+        groups: Sequence[KvGroup] = (KvGroup((0,)),),
+    ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a pool needs at least 1 block of 1 token (got {num_blocks} of {block_size})")
         self.block_size = block_size
         self.enable_prefix_cache = enable_prefix_cache
+        self.groups = tuple(groups)
+        self.has_windows = any(group.window is not None for group in groups)
         self._refcounts = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: few blocks in use touch few pages of memory
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._digests: dict[int, bytes] = {}  # content of full blocks, also of private twins of a published block
-        self._published: dict[bytes, int] = {}
+        self._published: list[dict[bytes, int]] = [{} for _ in groups]
+        self._group_of = [0] * num_blocks  # of those with a digest
         self._changes: CacheChanges | None = None  # None: nobody watches the cache
         self._released_in_steps: deque[list[list[int]]] = deque()  # of each step that runs, the oldest first
 
@@ -125,11 +81,16 @@ class BlockManager:
     def num_held(self) -> int:
         return self.num_total - self.num_free - self.num_cached
 
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can give now."""
+        return len(self._free) + len(self._cached)
+
     def refcount(self, block: int) -> int:
         return self._refcounts[block]
 
     def can_allocate(self, num_blocks: int) -> bool:
-        return num_blocks <= self.num_free + self.num_cached
+        return num_blocks <= self.num_available
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Takes blocks of unspecified content, evicting cached ones once none is free. NoFreeBlocks: none was taken."""
@@ -148,14 +109,30 @@ class BlockManager:
             self._refcounts[block] = 1
         return blocks
 
+    def fill(self, block_table: MutableSequence[int], num_rows: int, spans: Sequence[range]) -> None:
+        """Extends a table to `num_rows` rows, and gives each group blocks in its span of them. Raises NoFreeBlocks."""
+        count, wanted = len(self.groups), sum(map(len, spans))
+        new = iter(self.allocate(wanted))
+        num_more = num_rows * count - len(block_table)
+        if wanted == num_more:
+            block_table.extend(new)
+            return
+        block_table.extend([-1] * num_more)
+        for row in range(min(span.start for span in spans), max(span.stop for span in spans)):
+            for place, span in enumerate(spans):
+                if row in span:
+                    block_table[row * count + place] = next(new)
+
     def share(self, blocks: Sequence[int]) -> None:
         """Adds one owner to each block, all of which are held."""
+        blocks = self._there(blocks)
         self._require_held(blocks, "share")
         for block in blocks:
             self._refcounts[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drops one owner of each block. A table given in order has its end evicted before its beginning."""
+        blocks = self._there(blocks)
         self._require_held(blocks, "release")
         if self._released_in_steps:
             self._released_in_steps[-1].append(list(blocks))
@@ -168,7 +145,7 @@ class BlockManager:
             digest = digests.get(block)
             if digest is None:
                 self._free.append(block)
-            elif published.get(digest) == block:
+            elif published[self._group_of[block]].get(digest) == block:
                 self._cached[block] = None
             else:
                 del digests[block]
@@ -190,76 +167,152 @@ class BlockManager:
             self.release(blocks)
         self._released_in_steps = behind
 
-    def match_prefix(self, token_ids: Sequence[int], salt: bytes = b"") -> list[int]:
+    def leave_windows(self, block_table: MutableSequence[int], num_tokens: int) -> None:
+        """Releases the blocks of a table whose tokens nobody sees any more once `num_tokens` are computed."""
+        count, left = len(self.groups), []
+        for place, group in enumerate(self.groups):
+            at = (group.first_seen(num_tokens) // self.block_size - 1) * count + place
+            while at >= 0 and block_table[at] >= 0:
+                left.append(block_table[at])
+                block_table[at] = -1
+                at -= count
+        if left:
+            self.release(left[::-1])
+
+    def of_group(self, block_table: Sequence[int], place: int) -> Sequence[int]:
+        """The blocks of one group in a table, by their place in the sequence; 0 where it keeps nothing."""
+        if len(self.groups) == 1 and not self.has_windows:
+            return block_table
+        return [max(block, 0) for block in block_table[place :: len(self.groups)]]
+
+    def match_prefix(self, token_ids: Sequence[int], salt: bytes = b"", num_landing: int = 0) -> list[int]:
         """Finds the longest run of published blocks that `token_ids` starts with, and takes a reference on each.
 
-        The last token is never covered: computing it is what gives the logits of the next one.
+        Returns the beginning of a block table. The last token is never covered: computing it is what gives the logits
+        of the next one. Of a window, blocks are found as far as the token behind the run sees them, or the one behind
+        `num_landing` tokens, if the others' KV is computed elsewhere.
         """
-        matched: list[int] = []
         if not self.enable_prefix_cache:
-            return matched
+            return []
+        everything = [known for known, group in zip(self._published, self.groups, strict=True) if group.window is None]
+        digests: list[bytes] = []
         for digest in prefix_hash.prefix_hashes(token_ids, self.block_size, salt):
-            block = self._published.get(digest)
-            if block is None:
+            if any(digest not in known for known in everything):
                 break
-            matched.append(block)
-        for block in matched:
+            digests.append(digest)
+        if self.has_windows:
+            del digests[self._num_usable(digests, num_landing) :]
+        firsts = self._first_rows(max(len(digests) * self.block_size, num_landing))
+        table = [
+            known[digest] if row >= first else -1
+            for row, digest in enumerate(digests)
+            for known, first in zip(self._published, firsts, strict=True)
+        ]
+        for block in self._there(table):
             self._cached.pop(block, None)
             self._refcounts[block] += 1
-        return matched
+        return table
 
-    def publish(self, token_ids: Sequence[int], block_table: Sequence[int], salt: bytes, num_computed: int) -> None:
+    def _num_usable(self, digests: Sequence[bytes], num_landing: int) -> int:
+        """The most of these blocks behind which every group has what a token sees."""
+        runs, most = [0] * len(self.groups), 0
+        for row, digest in enumerate(digests):
+            runs = [run + 1 if digest in known else 0 for run, known in zip(runs, self._published, strict=True)]
+            firsts = self._first_rows(max((row + 1) * self.block_size, num_landing))
+            if all(run >= row + 1 - first for run, first in zip(runs, firsts, strict=True)):
+                most = row + 1
+        return most
+
+    def _first_rows(self, num_tokens: int) -> list[int]:
+        """The first block of each group that the token behind so many sees."""
+        return [group.first_seen(num_tokens) // self.block_size for group in self.groups]
+
+    def publish(
+        self,
+        token_ids: Sequence[int],
+        block_table: Sequence[int],
+        salt: bytes,
+        num_computed: int,
+        num_landed: int = 0,
+    ) -> None:
         """Makes the full blocks of a sequence findable, as far as the KV of its first `num_computed` tokens reaches.
 
+        Of the first `num_landed`, computed elsewhere, a window may hold no more than the token behind them sees.
         Idempotent, and cheap when repeated: hashing goes on where an earlier call stopped. Where an equal block is
         published already, this sequence's own stays private.
         """
         if not self.enable_prefix_cache:
             return
-        num_full = min(num_computed, len(token_ids)) // self.block_size
-        if num_full > len(block_table):
-            raise BlockAccountingError(f"{num_full} full blocks to publish, but the table has {len(block_table)}")
+        count, size = len(self.groups), self.block_size
+        num_full = min(num_computed, len(token_ids)) // size
+        if num_full * count > len(block_table):
+            raise BlockAccountingError(
+                f"{num_full * count} full blocks to publish, but the table has {len(block_table)}"
+            )
         start = num_full
-        while start > 0 and block_table[start - 1] not in self._digests:
+        while start > 0 and self._digest_at(block_table, start - 1) is None:
             start -= 1
         if start == num_full:
             return
-        self._require_held(block_table[start:num_full], "publish")
-        key, size, known, published = prefix_hash.key_of(salt), self.block_size, self._digests, self._published
+        self._require_held(self._there(block_table[start * count : num_full * count]), "publish")
+        key = prefix_hash.key_of(salt)
         stored: list[bytes] = []
         while start < num_full:
             first = start // prefix_hash.GROUP * prefix_hash.GROUP
             end = min(first + prefix_hash.GROUP, num_full)
-            parent = known[block_table[first - 1]] if first else prefix_hash.root_of(size)
+            parent = self._digest_at(block_table, first - 1) if first else prefix_hash.root_of(size)
+            if parent is None:  # its tokens have left every window
+                parent = prefix_hash.PrefixHashes(token_ids, size, salt).end_of_group(first // prefix_hash.GROUP - 1)
             tokens = token_ids[first * size : end * size]
-            group = block_table[start:end]
             digests = list(prefix_hash.block_hashes(parent, tokens, size, key, start - first))
-            known.update(zip(group, digests, strict=True))
-            new = dict(zip(digests, group, strict=True))
-            for digest in published.keys() & new.keys():
-                del new[digest]
-            published.update(new)
-            stored += new
+            for place, group in enumerate(self.groups):
+                blocks = block_table[start * count + place : end * count : count]
+                num_cut = max(0, -(-group.first_seen(num_landed) // size) - start)
+                new = self._publish_of(place, blocks[num_cut:], digests[num_cut:])
+                if place == 0:
+                    stored += new
             start = end
         if self._changes is not None:
             self._changes.store(stored)
+
+    def _publish_of(self, place: int, blocks: Sequence[int], digests: Sequence[bytes]) -> Iterable[bytes]:
+        """Makes blocks of one group findable; returns the digests that nobody could find there before."""
+        published, pairs = self._published[place], zip(digests, blocks, strict=True)
+        new = {digest: block for digest, block in pairs if block >= 0} if self.has_windows else dict(pairs)
+        self._digests.update(zip(new.values(), new, strict=True))
+        if len(self.groups) > 1:
+            for block in new.values():
+                self._group_of[block] = place
+        for digest in published.keys() & new.keys():
+            del new[digest]
+        published.update(new)
+        return new
+
+    def _digest_at(self, block_table: Sequence[int], row: int) -> bytes | None:
+        """The digest of the tokens of a row of the table, if it is known."""
+        count = len(self.groups)
+        if count == 1:
+            return self._digests.get(block_table[row])
+        known = map(self._digests.get, block_table[row * count : (row + 1) * count])
+        return next((digest for digest in known if digest is not None), None)
 
     def flush_cache(self) -> int:
         """Makes every published block unfindable, and free unless it is held; returns how many there were.
 
         Owners keep what they hold, and publish what they fill from now on.
         """
-        num_published = len(self._published)
+        num_published = sum(map(len, self._published))
         self._evict(len(self._cached))
         if self._changes is not None:
-            self._changes.evict(self._published)
-        self._published.clear()
+            self._changes.evict(self._published[0])
+        for known in self._published:
+            known.clear()
         return num_published
 
     @property
     def cached_hashes(self) -> KeysView[bytes]:
-        """Digests of all blocks that `match_prefix` can find now, held or not; a live view."""
-        return self._published.keys()
+        """Digests of all blocks of the first group that `match_prefix` can find now, held or not; a live view."""
+        return self._published[0].keys()
 
     def watch_cache(self, is_watched: bool, most_changes: int = MAX_CHANGES) -> None:
         """Starts or stops recording changes for `take_cache_events`."""
@@ -275,7 +328,7 @@ class BlockManager:
 
         A snapshot of all hashes once more than `most_changes` changes have waited.
         """
-        return self._changes.take(self._published) if self._changes is not None else None
+        return self._changes.take(self._published[0]) if self._changes is not None else None
 
     def check(self) -> None:
         """Raises BlockAccountingError naming every block whose books disagree. Reads the whole pool."""
@@ -289,9 +342,10 @@ class BlockManager:
                 wrong.append(f"block {block} is cached, but cannot be found by its hash")
             if block in free and block in self._digests:
                 wrong.append(f"block {block} is free, but keeps a digest")
-        for digest, block in self._published.items():
-            if self._digests.get(block) != digest:
-                wrong.append(f"a published digest leads to block {block}, which has another")
+        for place, known in enumerate(self._published):
+            for digest, block in known.items():
+                if self._digests.get(block) != digest or self._group_of[block] != place:
+                    wrong.append(f"a published digest leads to block {block}, which has another")
         if wrong:
             raise BlockAccountingError(
                 f"books of {self.num_total} KV blocks (free {self.num_free}, held {self.num_held}, "
@@ -300,17 +354,27 @@ class BlockManager:
 
     def _is_published(self, block: int) -> bool:
         digest = self._digests.get(block)
-        return digest is not None and self._published.get(digest) == block
+        return digest is not None and self._published[self._group_of[block]].get(digest) == block
 
     def _evict(self, num_blocks: int) -> None:
         """Frees so many cached blocks, least recently used first."""
         oldest = list(islice(self._cached, num_blocks))
         evicted = list(map(self._digests.pop, oldest))
         deque(map(self._cached.__delitem__, oldest), maxlen=0)  # all in one go
-        deque(map(self._published.__delitem__, evicted), maxlen=0)
+        if len(self.groups) > 1:
+            places = [self._group_of[block] for block in oldest]
+            for place, digest in zip(places, evicted, strict=True):
+                del self._published[place][digest]
+            evicted = [digest for place, digest in zip(places, evicted, strict=True) if place == 0]
+        else:
+            deque(map(self._published[0].__delitem__, evicted), maxlen=0)
         self._free += oldest
         if self._changes is not None:
             self._changes.evict(evicted)
+
+    def _there(self, blocks: Sequence[int]) -> Sequence[int]:
+        """Those of a table that are blocks."""
+        return [block for block in blocks if block >= 0] if self.has_windows else blocks
 
     def _require_held(self, blocks: Sequence[int], action: str) -> None:
         if not blocks:

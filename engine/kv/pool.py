@@ -4,18 +4,19 @@ A pool holds heads as they are computed, or rounded to int8 or fp8: then the D v
 four bytes of their float32 scale, so that blocks can be moved as plain bytes. fp8 is float8_e4m3fn, held as uint8,
 which torch can index on every device.
 
-Legend: L layers, N blocks, K block_size, H KV heads of this rank, D head_dim, C copies.
+Legend: L layers of a block, N blocks, K block_size, H KV heads of this rank, D head_dim, C copies.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from cluster.kv_groups import KvGroup, num_rows
 from engine.triton.target import obstacle
 
 SCALE_BYTES = 4
@@ -28,12 +29,13 @@ _LARGEST = {torch.int8: 127.0, torch.uint8: torch.finfo(torch.float8_e4m3fn).max
 class KvCache:
     """`pool` is [L, 2, N, K, H, D], keys before values; rounded, [L, 2, N, K, H, D + 4].
 
-    The system zeroes it lazily: an unused page costs nothing.
+    A block holds tokens of one group of layers (`cluster.kv_groups`), of which the i-th writes `pool[i]`. The system
+    zeroes the pool lazily: an unused page costs nothing.
     """
 
     def __init__(
         self,
-        num_layers: int,
+        groups: Sequence[KvGroup],
         num_blocks: int,
         block_size: int,
         num_kv_heads: int,
@@ -43,19 +45,20 @@ class KvCache:
         memory: Callable[[int], Tensor] | None = None,
     ) -> None:
         """`memory` gives so many bytes of zeros, uint8, for the pool to lie in; None: the device's."""
-        shape = (num_layers, 2, num_blocks, block_size, num_kv_heads, cell_size(head_dim, dtype))
+        shape = (num_rows(groups), 2, num_blocks, block_size, num_kv_heads, cell_size(head_dim, dtype))
         if memory is None:
             self.pool = torch.zeros(shape, dtype=dtype, device=device)
         else:
             self.pool = memory(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
-        self._pages = [(layer[0], layer[1]) for layer in self.pool]
+        rows = {layer: self.pool[row] for group in groups for row, layer in enumerate(group.layers)}
+        self._pages = {layer: (row[0], row[1]) for layer, row in rows.items()}
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, [N, K, H, D] each, sharing the pool's memory."""
         return self._pages[layer]
 
     def copy_blocks(self, copies: Tensor) -> None:
-        """Copies whole blocks of all layers: int64 [C, 2] of source and target. All are read before one is written."""
+        """Copies whole blocks: int64 [C, 2] of source and target. All are read before one is written."""
         sources, targets = copies.unbind(dim=1)
         self.pool.index_copy_(2, targets, self.pool.index_select(2, sources))
 

@@ -99,8 +99,11 @@ class Loader:
 class RmsNorm:
     """Root mean square normalisation over the last dimension (arXiv 1910.07467)."""
 
-    def __init__(self, loader: Loader, name: str, size: int, eps: float) -> None:
+    def __init__(self, loader: Loader, name: str, size: int, eps: float, is_offset: bool = False) -> None:
+        """`is_offset`: the checkpoint has how far each weight is from 1."""
         self.weight = loader.stack([TensorSlice(f"{name}.weight", (size,))])
+        if is_offset:
+            self.weight += 1
         self._eps = eps
         self._ops = loader.ops
 

@@ -93,6 +93,12 @@ class TorchOps:
         return qk[:, :num_heads]
 
 
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up of [T, 2 W], gelu by its approximation with tanh (arXiv 1606.08415)."""
+    width = gate_up.shape[1] // 2
+    return F.gelu(gate_up[:, :width], approximate="tanh").mul_(gate_up[:, width:])
+
+
 def choose_native(wanted: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[Native | None, str]:
     """Baton's own kernels and their origin; or None, and why they are not used.
 

@@ -7,12 +7,14 @@ Reads config.json and generation_config.json as transformers 4 and 5 write them,
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 
 from cluster.errors import CheckpointError, ConfigError
+from cluster.kv_groups import KvGroup, group_layers
 from engine.json_fields import Fields, read_json
 from engine.models.experts import ExpertsConfig
-from engine.models.registry import FAMILIES
+from engine.models.registry import FAMILIES, ModelFamily
 from engine.quantization.stored import Stored, read_stored
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
@@ -76,9 +78,23 @@ class ModelConfig:
     """For each layer, how many tokens a token sees, itself included; None: all before it."""
     dtype: str
     eos_token_ids: tuple[int, ...]
+    is_gemma: bool = False
+    """As `engine.models.registry.ModelFamily` says."""
+    query_scalar: float | None = None
+    """Attention's scores are divided by its root; None: by that of head_dim."""
+    local_rope: RopeConfig | None = None
+    """The rope of layers with a window; None: that of the others."""
+    attention_softcap: float | None = None
+    """Attention's scores are bounded by it: c * tanh(score / c)."""
+    logit_softcap: float | None = None
     packing: Stored | None = None
     """How its checkpoint stores the linear layers; None: as plain weights."""
     experts: ExpertsConfig | None = None
+
+    @cached_property
+    def kv_groups(self) -> tuple[KvGroup, ...]:
+        """The groups of layers whose KV lies in blocks of their own."""
+        return group_layers(self.layer_windows)
 
     @property
     def features(self) -> frozenset[str]:
@@ -107,6 +123,7 @@ class ModelConfig:
         num_heads = fields.size("num_attention_heads")
         hidden_size = fields.size("hidden_size")
         max_position_embeddings = fields.size("max_position_embeddings")
+        attention_softcap, logit_softcap = _softcaps(fields, family)
         config = cls(
             architecture=architecture,
             hidden_size=hidden_size,
@@ -118,13 +135,18 @@ class ModelConfig:
             vocab_size=fields.size("vocab_size"),
             max_position_embeddings=max_position_embeddings,
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-            rope=_rope(fields, max_position_embeddings),
-            tie_word_embeddings=fields.flag("tie_word_embeddings"),
+            rope=_rope(fields, max_position_embeddings, family),
+            tie_word_embeddings=fields.flag("tie_word_embeddings", default=family.is_gemma),
             attention_bias=family.has_qkv_bias or (has_bias and family.reads_attention_bias),
             attention_output_bias=has_bias and family.reads_attention_bias,
             mlp_bias=fields.flag("mlp_bias") and family.reads_mlp_bias,
             qk_norm=family.qk_norm,
             layer_windows=family.layer_windows(fields, num_layers),
+            is_gemma=family.is_gemma,
+            query_scalar=fields.number("query_pre_attn_scalar", 256.0) if family.is_gemma else None,
+            local_rope=_local_rope(fields, max_position_embeddings) if family.has_local_rope else None,
+            attention_softcap=attention_softcap,
+            logit_softcap=logit_softcap,
             dtype=_dtype(fields),
             eos_token_ids=_eos_token_ids(folder, fields),
             packing=read_stored(fields),
@@ -189,14 +211,43 @@ def _architecture(fields: Fields) -> str:
         raise CheckpointError(
             f"config.json: architecture {name!r} is not supported; Baton serves {', '.join(FAMILIES)}"
         )
-    if (activation := fields.get("hidden_act")) not in (None, "silu"):
-        raise CheckpointError(f"config.json: hidden_act {activation!r} is not supported; Baton computes 'silu'")
+    is_gemma = FAMILIES[name].is_gemma
+    key, computed = ("hidden_activation", "gelu_pytorch_tanh") if is_gemma else ("hidden_act", "silu")
+    if (activation := fields.get(key)) not in (None, computed):
+        raise CheckpointError(f"config.json: {key} {activation!r} is not supported; Baton computes {computed!r}")
+    if fields.flag("use_bidirectional_attention"):
+        raise CheckpointError("config.json: use_bidirectional_attention is not supported; Baton generates from left")
     return str(name)
 
 
-def _rope(fields: Fields, max_position_embeddings: int) -> RopeConfig:
+def _softcaps(fields: Fields, family: ModelFamily) -> tuple[float | None, float | None]:
+    """Of attention's scores and of logits. transformers leaves out the former for Gemma 3."""
+    if not family.is_gemma:
+        return None, None
+    keys = ("attn_logit_softcapping", "final_logit_softcapping")
+    of_scores, of_logits = (
+        fields.optional_number(key) if key in fields else default
+        for key, default in zip(keys, family.default_softcaps, strict=True)
+    )
+    return None if family.has_local_rope else of_scores, of_logits
+
+
+def _local_rope(fields: Fields, max_position_embeddings: int) -> RopeConfig:
+    """`rope_parameters` of `sliding_attention`, or `rope_local_base_freq`."""
+    values = fields.within("rope_parameters").within("sliding_attention")
+    return _rope_of(values, fields, max_position_embeddings, fields.number("rope_local_base_freq", 10000.0))
+
+
+def _rope(fields: Fields, max_position_embeddings: int, family: ModelFamily) -> RopeConfig:
     """`rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (transformers 4)."""
     values = fields.within("rope_parameters" if fields.get("rope_parameters") else "rope_scaling")
+    if family.has_local_rope and fields.get("rope_parameters"):
+        values = values.within("full_attention")
+    default_theta = 1_000_000.0 if family.has_local_rope else 10000.0
+    return _rope_of(values, fields, max_position_embeddings, fields.number("rope_theta", default_theta))
+
+
+def _rope_of(values: Fields, fields: Fields, max_position_embeddings: int, rope_theta: float) -> RopeConfig:
     rope_type = values.get("rope_type") or values.get("type") or "default"
     if rope_type not in ROPE_TYPES:
         raise CheckpointError(
@@ -210,7 +261,7 @@ def _rope(fields: Fields, max_position_embeddings: int) -> RopeConfig:
     derived = max_position_embeddings / original.size("original_max_position_embeddings", max_position_embeddings)
     return RopeConfig(
         rope_type=rope_type,
-        rope_theta=values.number("rope_theta", fields.number("rope_theta", 10000.0)),
+        rope_theta=values.number("rope_theta", rope_theta),
         factor=values.number("factor", derived if rope_type == "yarn" else None) if scales else 1.0,
         original_max_position_embeddings=original.size("original_max_position_embeddings", max_position_embeddings),
         low_freq_factor=values.number("low_freq_factor", None if rope_type == "llama3" else 1.0),

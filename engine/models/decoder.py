@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -30,6 +31,7 @@ from engine.layers.linear import (
     VocabShard,
     takes_rounded,
 )
+from engine.layers.ops import gelu_mul
 from engine.models.config import ModelConfig
 from engine.quantization.interface import Rows
 
@@ -44,9 +46,11 @@ UNUSED_TENSORS: tuple[str, ...] = ("rotary_emb.inv_freq",)
 class StepContext:
     """The values that all layers of one forward pass share."""
 
-    batch: AttentionBatch
-    slots: torch.Tensor  # int64 [T]
-    rope_rows: tuple[torch.Tensor, torch.Tensor]
+    batches: tuple[AttentionBatch, ...]
+    """For each group of layers whose KV lies in blocks of its own."""
+    slots: tuple[torch.Tensor, ...]  # int64 [T], likewise
+    rope_rows: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    """Of the model's rope, and behind it of that of layers with a window, where they have one."""
     kv: KvCache
     attention: Attention
     on_layer: Callable[[int], None] | None = None
@@ -83,7 +87,11 @@ class SelfAttention:
         self._eps = config.rms_norm_eps
         self._ops = loader.ops
         self.layer = layer
+        self.group = next(place for place, group in enumerate(config.kv_groups) if layer in group.layers)
         window = config.layer_windows[layer]
+        self._rope = int(window is not None and config.local_rope is not None)
+        self._scale = (config.query_scalar or config.head_dim) ** -0.5
+        self._caps: dict[str, Any] = {} if config.attention_softcap is None else {"soft_cap": config.attention_softcap}
         self.window_size = (-1, -1) if window is None else (window - 1, 0)
 
     def __call__(self, x: Rows, context: StepContext) -> torch.Tensor:
@@ -91,16 +99,23 @@ class SelfAttention:
         qkv = self.qkv(x)
         qkv = qkv.view(qkv.shape[0], self.num_heads + 2 * self.num_kv_heads, self._head_dim)
         q = self._ops.rotate_and_store(
-            qkv, self.head_norm, self._eps, context.rope_rows, context.slots, pages, self.num_heads
+            qkv,
+            self.head_norm,
+            self._eps,
+            context.rope_rows[self._rope],
+            context.slots[self.group],
+            pages,
+            self.num_heads,
         )
         if context.on_layer is not None:
             context.on_layer(self.layer + 1)
         out = context.attention(
             q,
             *pages,
-            context.batch,
-            softmax_scale=self._head_dim**-0.5,
+            context.batches[self.group],
+            softmax_scale=self._scale,
             window_size=self.window_size,
+            **self._caps,
         )
         return self.out(out.flatten(1))
 
@@ -110,7 +125,8 @@ class SelfAttention:
 
     def _load_head_norm(self, config: ModelConfig, name: str, loader: Loader) -> torch.Tensor:
         """One row for each head, query heads first, so that both norms are one product."""
-        q, k = (RmsNorm(loader, f"{name}.{which}_norm", config.head_dim, config.rms_norm_eps).weight for which in "qk")
+        size, eps = config.head_dim, config.rms_norm_eps
+        q, k = (RmsNorm(loader, f"{name}.{which}_norm", size, eps, config.is_gemma).weight for which in "qk")
         return torch.cat([q.expand(self.num_heads, -1), k.expand(self.num_kv_heads, -1)])
 
 
@@ -126,6 +142,7 @@ class GatedMlp:
             loader, f"{name}.down_proj", config.intermediate_size, config.hidden_size, config.mlp_bias
         )
         self._ops = loader.ops
+        self._has_gelu = config.is_gemma
 
     @property
     def takes_rounded(self) -> bool:
@@ -137,6 +154,8 @@ class GatedMlp:
         return self.gate_up, self.down
 
     def __call__(self, x: Rows) -> torch.Tensor:
+        if self._has_gelu:
+            return self.down(gelu_mul(self.gate_up(x)))
         return self.down(self._ops.silu_mul(self.gate_up(x), takes_rounded(self.down.matrix)))
 
 
@@ -144,21 +163,34 @@ class DecoderLayer:
     """Attention and MLP, each behind a norm and beside a residual; the next norm adds the output to the residual."""
 
     def __init__(self, config: ModelConfig, layer: int, loader: Loader) -> None:
-        name = f"model.layers.{layer}"
-        self.input_norm = RmsNorm(loader, f"{name}.input_layernorm", config.hidden_size, config.rms_norm_eps)
+        def norm(name: str) -> RmsNorm:
+            full_name = f"model.layers.{layer}.{name}_layernorm"
+            return RmsNorm(loader, full_name, config.hidden_size, config.rms_norm_eps, config.is_gemma)
+
+        self.input_norm = norm("input")
         self.attention = SelfAttention(config, layer, loader)
-        self.mlp_norm = RmsNorm(loader, f"{name}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps)
+        self.mlp_norm = norm("pre_feedforward" if config.is_gemma else "post_attention")
         self.mlp: GatedMlp | RoutedExperts
         if config.experts is not None and config.experts.layers[layer]:
             self.mlp = RoutedExperts(config.experts, config.hidden_size, layer, loader)
         else:
             self.mlp = GatedMlp(config, layer, loader)
+        self.output_norms = (norm("post_attention"), norm("post_feedforward")) if config.is_gemma else None
 
     def __call__(self, residual: torch.Tensor, add: torch.Tensor | None, context: StepContext) -> torch.Tensor:
         """Adds `add`, the output of the layer before, to the residual [T, E]; returns what is to be added next."""
         x = self.input_norm(residual, add, takes_rounded(self.attention.qkv.matrix))
         add = self.attention(x, context)
+        if self.output_norms is not None:
+            after_attention, after_mlp = self.output_norms
+            add = _unrounded(after_attention(add))
+            return _unrounded(after_mlp(self.mlp(self.mlp_norm(residual, add))))
         return self.mlp(self.mlp_norm(residual, add, self.mlp.takes_rounded))
+
+
+def _unrounded(rows: Rows) -> torch.Tensor:
+    assert isinstance(rows, torch.Tensor), "rows are rounded that are added to the residual"
+    return rows
 
 
 class Decoder:
@@ -169,11 +201,15 @@ class Decoder:
         self.tp = loader.tp
         self.embedding = embedding
         self._embed = VocabParallelEmbedding(embedding, loader.tp)
+        self._embedding_scale = (
+            float(torch.tensor(config.hidden_size**0.5, dtype=loader.dtype)) if config.is_gemma else None
+        )
         self.layers = []
         for layer in range(config.num_hidden_layers):
             self.layers.append(DecoderLayer(config, layer, loader))
             report(f"loading weights: {layer + 1} of {config.num_hidden_layers} layers")
-        self.norm = RmsNorm(loader, "model.norm", config.hidden_size, config.rms_norm_eps)
+        self.norm = RmsNorm(loader, "model.norm", config.hidden_size, config.rms_norm_eps, config.is_gemma)
+        self._softcap = config.logit_softcap
         head = embedding
         if not config.tie_word_embeddings:
             head = VocabShard(loader, "lm_head", config.vocab_size, config.hidden_size)
@@ -188,6 +224,8 @@ class Decoder:
     def __call__(self, token_ids: torch.Tensor, context: StepContext) -> Hidden:
         """Runs [T] ids through all layers, which write their KV."""
         residual, add = self._embed(token_ids), None  # [T, E]
+        if self._embedding_scale is not None:
+            residual *= self._embedding_scale
         for layer in self.layers:
             add = layer(residual, add, context)
         return residual, add
@@ -197,7 +235,8 @@ class Decoder:
         residual, add = hidden
         last = residual.index_select(0, rows)
         last_add = None if add is None else add.index_select(0, rows)
-        return self.head(self.norm(last, last_add, takes_rounded(self.head.matrix)))
+        logits = self.head(self.norm(last, last_add, takes_rounded(self.head.matrix)))
+        return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
 
 
 @dataclass(frozen=True)
@@ -266,7 +305,7 @@ def vocabulary_matrix(config: ModelConfig, tp_size: int) -> MatrixShape:
 def layer_vector_elements(config: ModelConfig, tp_size: int) -> int:
     """Elements of the norms and biases of one layer on one rank."""
     attended, kv = _head_widths(config, tp_size)
-    count = 2 * config.hidden_size
+    count = (4 if config.is_gemma else 2) * config.hidden_size
     if config.qk_norm:
         count += attended + kv
     if config.attention_bias:

@@ -32,17 +32,32 @@ def _used_window(fields: Fields, num_layers: int) -> Windows:
     return _one_window(fields, num_layers) if fields.flag("use_sliding_window") else (None,) * num_layers
 
 
+def _gemma_windows(default_pattern: int) -> Callable[[Fields, int], Windows]:
+    """In the layers that `layer_types` names, or in all but each `sliding_window_pattern`-th."""
+
+    def windows(fields: Fields, num_layers: int) -> Windows:
+        window, pattern = fields.size("sliding_window", 4096), fields.size("sliding_window_pattern", default_pattern)
+        if fields.get("layer_types") is not None:
+            return _windows_by_type(fields, num_layers, window)
+        return tuple(window if (layer + 1) % pattern else None for layer in range(num_layers))
+
+    return windows
+
+
 def _qwen_windows(fields: Fields, num_layers: int) -> Windows:
     """In the layers that `layer_types` names, or (transformers 4) from layer `max_window_layers` on."""
     if not fields.flag("use_sliding_window") or fields.get("sliding_window") is None:
         return (None,) * num_layers
     window = fields.size("sliding_window")
-    types = fields.get("layer_types")
-    if types is None:
+    if fields.get("layer_types") is None:
         first = fields.get("max_window_layers")
         first = 28 if first is None else first
         return tuple(window if layer >= first else None for layer in range(num_layers))
-    by_type = {"sliding_attention": window, "full_attention": None}
+    return _windows_by_type(fields, num_layers, window)
+
+
+def _windows_by_type(fields: Fields, num_layers: int, window: int) -> Windows:
+    types, by_type = fields.get("layer_types"), {"sliding_attention": window, "full_attention": None}
     if not isinstance(types, list) or len(types) != num_layers or not set(types) <= set(by_type):
         raise CheckpointError(f"config.json: layer_types must name {num_layers} of {sorted(by_type)} (got {types!r})")
     return tuple(by_type[name] for name in types)
@@ -61,6 +76,13 @@ class ModelFamily:
     reads_mlp_bias: bool = False
     qk_norm: bool = False
     """RMSNorm on each query and key head before rope."""
+    is_gemma: bool = False
+    """Norms around attention and MLP whose weights are offsets from 1, a gate of gelu, a scaled embedding, attention
+    scaled by `query_pre_attn_scalar`, and soft caps where config.json gives them."""
+    has_local_rope: bool = False
+    """Layers with a window have a rope of their own."""
+    default_softcaps: tuple[float | None, float | None] = (None, None)
+    """Of attention's scores and of logits, where config.json says nothing."""
     layer_windows: Callable[[Fields, int], Windows] = _no_windows
     experts: Callable[[Fields, int], ExpertsConfig | None] = no_experts
     """Of a model of as many layers."""
@@ -77,6 +99,21 @@ FAMILIES: dict[str, ModelFamily] = {
     ),
     "Qwen3MoeForCausalLM": ModelFamily(
         reads_attention_bias=True, qk_norm=True, layer_windows=_used_window, experts=qwen_experts
+    ),
+    "Gemma2ForCausalLM": ModelFamily(
+        default_head_dim=256,
+        reads_attention_bias=True,
+        is_gemma=True,
+        default_softcaps=(50.0, 30.0),
+        layer_windows=_gemma_windows(2),
+    ),
+    "Gemma3ForCausalLM": ModelFamily(
+        default_head_dim=256,
+        reads_attention_bias=True,
+        qk_norm=True,
+        is_gemma=True,
+        has_local_rope=True,
+        layer_windows=_gemma_windows(6),
     ),
 }
 """By the first of config.json's `architectures`."""

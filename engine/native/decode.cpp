@@ -4,7 +4,7 @@
 // order are those of the functions that engine.native has for each part.
 //
 // Legend: T tokens, one of each sequence, E hidden_size, W width of the MLP, N experts, Hq/H query/KV heads, D head_dim,
-// V outputs of the head, P positions.
+// V outputs of the head, P positions, G groups of layers whose KV lies in blocks of their own.
 
 #include <omp.h>
 
@@ -24,6 +24,7 @@ struct Layer {
   void* keys;
   void* values;
   int64_t window;  // keys before its own that a token sees; -1 for all
+  int64_t group;   // of layers, by which slots and tables are chosen
   const Experts* experts;  // or null
   Matrix router, shared_gate;
 };
@@ -36,16 +37,16 @@ struct Model {
   const bfloat16* sin;  // [P, D]
   Matrix head;
   int64_t num_layers, hidden, q_heads, kv_heads, dim, block_size;
-  int64_t num_tokens, num_positions, num_blocks;  // that there are
+  int64_t num_tokens, num_positions, num_blocks, num_groups;  // that there are
   float eps, scale;
 };
 
 struct Batch {
   const int32_t* token_ids;
   const int32_t* positions;
-  const int32_t* slots;
+  const int32_t* slots;  // [G, T]
   const int32_t* lengths;
-  const int32_t* tables;  // [T, table_width]
+  const int32_t* tables;  // [G, T, table_width]
   float* logits;          // [T, V]
   double* spent;          // seconds, added to: of products, of attention
   int64_t tokens, table_width;
@@ -121,8 +122,9 @@ void attend_all(const Model& m, const Layer& layer, const Room& r, const Batch& 
     const Heads<bfloat16> heads{token, layer.head_norm, m.cos + row, m.sin + row, m.q_heads, m.kv_heads, m.dim, m.eps};
     heads.rotate(first * group, last * group);
     heads.rotate(m.q_heads + first, m.q_heads + last);
-    heads.keep(first, last, b.slots[t], keys, values);
-    attend(pages, token + first * group * m.dim, b.tables + t * b.table_width, b.lengths[t], first, last,
+    heads.keep(first, last, b.slots[layer.group * b.tokens + t], keys, values);
+    const int32_t* table = b.tables + (layer.group * b.tokens + t) * b.table_width;
+    attend(pages, token + first * group * m.dim, table, b.lengths[t], first, last,
            &r.attended[(t * m.q_heads + first * group) * m.dim], scratch);
   }
   round_all(r, r.attended.get(), layer.out.weight, b.tokens);
@@ -157,9 +159,9 @@ inline bool is_within(const int32_t* values, int64_t count, int64_t limit, int32
 // Whether all that a batch names is there, and each table reaches as far as its sequence.
 bool is_sound(const Model& m, const Batch& b) {
   return is_within(b.token_ids, b.tokens, m.num_tokens) && is_within(b.positions, b.tokens, m.num_positions) &&
-         is_within(b.slots, b.tokens, m.num_blocks * m.block_size) &&
+         is_within(b.slots, m.num_groups * b.tokens, m.num_blocks * m.block_size) &&
          is_within(b.lengths, b.tokens, b.table_width * m.block_size + 1, 1) &&
-         is_within(b.tables, b.tokens * b.table_width, m.num_blocks);
+         is_within(b.tables, m.num_groups * b.tokens * b.table_width, m.num_blocks);
 }
 
 template <typename P>

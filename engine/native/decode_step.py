@@ -74,6 +74,7 @@ class DecodeStep:
             num_tokens=config.vocab_size,
             num_positions=rope.cos.shape[0],
             num_blocks=kv.pool.shape[2],
+            num_groups=len(config.kv_groups),
             eps=config.rms_norm_eps,
             scale=config.head_dim**-0.5,
         )
@@ -143,6 +144,7 @@ def _layer(layer: DecoderLayer, kv: KvCache) -> Layer:
         keys=keys.data_ptr(),
         values=values.data_ptr(),
         window=attention.window_size[0],
+        group=attention.group,
     )
 
 

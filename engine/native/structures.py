@@ -94,6 +94,7 @@ class Layer(ctypes.Structure):
         *((name, NativeMatrix) for name in ("qkv", "out", "gate_up", "down")),
         *((name, _POINTER) for name in ("input_norm", "mlp_norm", "head_norm", "keys", "values")),
         ("window", _COUNT),
+        ("group", _COUNT),
         ("experts", ctypes.POINTER(NativeExperts)),
         *((name, NativeMatrix) for name in ("router", "shared_gate")),
     )
@@ -107,13 +108,14 @@ class DecodeModel(ctypes.Structure):
         *((name, _POINTER) for name in ("embedding", "norm", "cos", "sin")),
         ("head", NativeMatrix),
         *((name, _COUNT) for name in ("num_layers", "hidden", "q_heads", "kv_heads", "dim", "block_size")),
-        *((name, _COUNT) for name in ("num_tokens", "num_positions", "num_blocks")),
+        *((name, _COUNT) for name in ("num_tokens", "num_positions", "num_blocks", "num_groups")),
         *((name, _FLOAT) for name in ("eps", "scale")),
     )
 
 
 class DecodeBatch(ctypes.Structure):
-    """One new token of each of T sequences: int32 [T] each, tables int32 [T, table_width], logits float32 [T, V].
+    """One new token of each of T sequences: int32 [T] each, logits float32 [T, V]. Of G groups of layers, one after
+    another: slots int32 [G, T], tables int32 [G, T, table_width].
     `spent`, float64 [2]: the seconds that products and attention take are added to it."""
 
     _fields_ = (

@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 VOCAB_SIZE = 320
 EOS_TOKEN_ID = 0
 KINDS = ("llama", "llama3-rope", "mistral", "qwen2", "qwen3")
+GEMMA_KINDS = ("gemma2", "gemma3")
+"""With layers that have a window between others, and much else."""
 
 _CLASSES = {
     "llama": "Llama",
@@ -26,6 +28,8 @@ _CLASSES = {
     "mixtral": "Mixtral",
     "qwen2-moe": "Qwen2Moe",
     "qwen3-moe": "Qwen3Moe",
+    "gemma2": "Gemma2",
+    "gemma3": "Gemma3",
 }
 """What transformers' classes begin with."""
 
@@ -74,13 +78,15 @@ _KIND_FIELDS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "mlp_only_layers": [1],
     },
+    "gemma2": {"sliding_window": 24, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0},
+    "gemma3": {"sliding_window": 24, "query_pre_attn_scalar": 24, "num_hidden_layers": 7, "sliding_window_pattern": 3},
 }
 
 
 def make_checkpoint(
     kind: str, folder: str | Path, *, seed: int = 0, dtype: str = "float32", shard_size: str = "1GB", **overrides: Any
 ) -> Path:
-    """Writes a random model of `kind` (one of KINDS) into `folder` and returns it.
+    """Writes a random model of `kind` (one of KINDS or GEMMA_KINDS) into `folder` and returns it.
 
     `overrides` are fields of the transformers config class; `shard_size` such as `"200KB"` splits the weights into
     several files with an index.
@@ -115,7 +121,8 @@ def _classes(kind: str) -> tuple[Any, Any]:
     import transformers  # slow to import, so only where a checkpoint is made
 
     name = _CLASSES[kind]
-    return getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
+    config = "Gemma3TextConfig" if kind == "gemma3" else f"{name}Config"
+    return getattr(transformers, config), getattr(transformers, f"{name}ForCausalLM")
 
 
 def _randomize(model: torch.nn.Module, seed: int) -> None:
@@ -124,7 +131,7 @@ def _randomize(model: torch.nn.Module, seed: int) -> None:
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if "norm" in name:
-                value = 1.0 + 0.2 * noise
+                value = 0.2 * noise if type(model).__name__.startswith("Gemma") else 1.0 + 0.2 * noise
             elif name.endswith("bias"):
                 value = 0.3 * noise
             elif "embed" in name:

@@ -15,6 +15,7 @@ from thread_group import ThreadGroup
 from engine.checkpoint import Checkpoint
 from engine.cuda_graphs import Capture
 from engine.model_runner import ModelRunner, StepOutput
+from engine.models.config import ModelConfig
 from engine.sampling.params import SampleRow, SamplingParams
 from engine.sampling.sampler import Sampler
 from engine.step_input import SequenceSlice, StepInput, build_step
@@ -46,7 +47,7 @@ def make_runner(
         tp=tp or SingleGroup(),
         device=device,
         dtype=dtype,
-        num_blocks=num_blocks,
+        num_blocks=num_blocks * len(ModelConfig.from_folder(path).kv_groups),
         block_size=block_size,
         attention=attention,
         kernels=kernels,
@@ -60,9 +61,21 @@ def make_runner(
     )
 
 
+def step_of(runner: ModelRunner, slices: Sequence[SequenceSlice], copies: Sequence[tuple[int, int]] = ()) -> StepInput:
+    """A step of slices whose tables name as many blocks as one group of the model's layers has."""
+    count = len(runner.config.kv_groups)
+
+    def of_each(blocks: Sequence[int]) -> tuple[int, ...]:
+        return tuple(block * count + place for block in blocks for place in range(count))
+
+    every = [replace(one, block_table=of_each(one.block_table)) for one in slices]
+    pairs = [pair for source, target in copies for pair in zip(of_each([source]), of_each([target]), strict=True)]
+    return build_step(every, runner.block_size, pairs, count)
+
+
 def scattered_table(runner: ModelRunner, num_tokens: int, seed: int = 0) -> tuple[int, ...]:
-    """Blocks for `num_tokens` in no particular order."""
-    order = np.random.default_rng(seed).permutation(runner.kv.shape[2])
+    """Blocks of one group for `num_tokens` in no particular order."""
+    order = np.random.default_rng(seed).permutation(runner.kv.shape[2] // len(runner.config.kv_groups))
     return tuple(int(block) for block in order[: -(-num_tokens // runner.block_size)])
 
 
@@ -78,7 +91,7 @@ def run_in_chunks(
     rows, start = [], 0
     for size in chunks:
         piece = SequenceSlice(tuple(token_ids[start : start + size]), start, table, wants_logits=True)
-        logits = runner.forward(with_all_logits(build_step([piece], runner.block_size)))
+        logits = runner.forward(with_all_logits(step_of(runner, [piece])))
         rows.append(logits.clone())  # those of a replayed step stay only until the next one
         start += size
     assert start == len(token_ids)

@@ -267,12 +267,12 @@ class Model(World):
                 link.is_closed = self.bounds.shares_pages
                 link.there.queue.clear()
         if worker == "r":
-            self.receiver = self.machines[1](self.bounds.num_layers)
+            self.receiver = self.machines[1](self.bounds.groups)
             self.at_receiver = {key: Side(outcome="died") for key in self.at_receiver}
             self.landing_slots = {}
             return
         number = int(worker[1])
-        self.senders[number] = self.machines[0](self.bounds.num_layers)
+        self.senders[number] = self.machines[0](self.bounds.groups)
         self.gathers = {(chunk, s) for chunk, s in self.gathers if s != number}
         for key in [k for k in self.at_sender if self._sender_of(k) == number]:
             self.at_sender[key] = Side(outcome="died")

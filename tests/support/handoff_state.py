@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from cluster.kv_groups import KvGroup, group_layers
 from cluster.pb import handoff_pb2
 from decode_worker.receiver import Incoming, LandingSlots, Receiver
 from kv_transfer.actions import Chunk
@@ -27,7 +28,8 @@ class Bounds:
     num_requests: int = 1
     num_attempts: int = 1
     num_tokens: int = 3
-    num_layers: int = 1
+    windows: tuple[int | None, ...] = (None,)
+    """For each layer, how many tokens a token sees; None: all before it."""
     num_slots: int = 2
     num_faults: int = 2
     tokens_a_step: int = 1
@@ -37,6 +39,10 @@ class Bounds:
     """The last step's layers are sent while it runs."""
     shares_pages: bool = False
     """The decode worker reads the prefill worker's pages itself."""
+
+    @property
+    def groups(self) -> tuple[KvGroup, ...]:
+        return group_layers(self.windows)
 
 
 class Said:
@@ -146,7 +152,7 @@ def describe(message: Message) -> tuple[object, ...]:
 
 def clone_sender(sender: Sender) -> Sender:
     new = type(sender).__new__(type(sender))
-    new._num_layers = sender._num_layers
+    new._groups, new._num_layers = sender._groups, sender._num_layers
     new._outgoing = {
         k: replace(o, waiting=o.waiting.copy(), chunks=dict(o.chunks)) for k, o in sender._outgoing.items()
     }
@@ -157,7 +163,7 @@ def clone_sender(sender: Sender) -> Sender:
 
 def clone_receiver(receiver: Receiver) -> Receiver:
     new = type(receiver).__new__(type(receiver))
-    new._num_layers = receiver._num_layers
+    new._groups, new._num_layers = receiver._groups, receiver._num_layers
     new._incoming = {
         k: replace(i, landing=dict(i.landing), landed=list(i.landed)) for k, i in receiver._incoming.items()
     }

@@ -53,8 +53,8 @@ class World:
     ) -> None:
         self.bounds = bounds
         self.machines = machines
-        self.senders = [machines[0](bounds.num_layers) for _ in range(2)]
-        self.receiver = machines[1](bounds.num_layers)
+        self.senders = [machines[0](bounds.groups) for _ in range(2)]
+        self.receiver = machines[1](bounds.groups)
         self.links: dict[str, Link] = {}
         self.at_sender: dict[RequestKey, Side] = {}
         self.at_receiver: dict[RequestKey, Side] = {}
@@ -269,8 +269,15 @@ class World:
                 if chunk.key == key and is_over and place < len(link.sends):
                     where = chunk.range
                     for token in range(where.token_start, where.token_end):
-                        cells |= {(token, layer) for layer in range(where.layer_start, where.layer_end)}
-        if len(cells) != self.bounds.num_tokens * self.bounds.num_layers:
+                        cells |= {(where.group, token, layer) for layer in range(where.layer_start, where.layer_end)}
+        num_tokens = self.bounds.num_tokens
+        wanted = {
+            (place, token, layer)
+            for place, group in enumerate(self.bounds.groups)
+            for token in range(0 if group.window is None else max(0, num_tokens + 1 - group.window), num_tokens)
+            for layer in range(len(group.layers))
+        }
+        if cells != wanted:
             raise Violation(f"{key} is ready with {len(cells)} cells of its prompt")
 
     @staticmethod

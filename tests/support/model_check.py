@@ -30,12 +30,16 @@ import prefill_worker.sender as sender_module
 
 TWO_SENDERS: dict[str, Any] = {"num_attempts": 2, "other_sender": True}
 TWO_REQUESTS: dict[str, Any] = {"num_requests": 2, "num_tokens": 1, "num_slots": 1}
+LAYERED: dict[str, Any] = {"is_layered": True, "num_faults": 1}
 SHARED: dict[str, Any] = {"shares_pages": True}
 CONFIGURATIONS = (
     Bounds("1 request, 3 chunks, 2 slots, 1 fault", num_faults=1),
     Bounds("1 request, 3 chunks, 1 slot, 2 faults", num_slots=1),
     Bounds("1 request, 2 chunks, 2 slots, 2 faults", num_tokens=2),
-    Bounds("layers sent during the last step, 1 fault", num_tokens=2, num_layers=3, is_layered=True, num_faults=1),
+    Bounds(
+        "layers sent during the last step, 1 fault", num_tokens=2, windows=(None,) * 3, is_layered=True, num_faults=1
+    ),
+    Bounds("a layer with a window and one without, 1 fault", windows=(2, None), is_layered=True, num_faults=1),
     Bounds("2 attempts, 1 sender, 3 chunks, 1 slot, 1 fault", num_attempts=2, num_slots=1, num_faults=1),
     Bounds("2 attempts, 2 senders, 3 chunks, 1 slot, 1 fault", **TWO_SENDERS, num_slots=1, num_faults=1),
     Bounds("2 attempts, 1 sender, 1 chunk, 2 faults", num_attempts=2, num_tokens=1, num_slots=1),

@@ -16,6 +16,7 @@ from torch.distributed import HashStore
 
 from cluster.crash_record import CrashRecord
 from cluster.failure_detector import FailureTimeouts
+from cluster.kv_groups import all_layers
 from cluster.pb import generation_pb2, rank_pb2, worker_pb2
 from cluster.settings import WorkerSettings
 from engine.cpu_runtime import compute_with
@@ -122,13 +123,12 @@ class Bench:
         self.core = Core(
             inbox,
             ranks or self.noted,
-            BlockManager(num_blocks, block_size),
+            BlockManager(num_blocks, block_size, groups=all_layers(2)),
             HandoffContext(inbox.post, nobody, nobody, TIMING, HandoffMetrics()),
             nobody,
             settings,
             max_model_len=256,
             vocab_size=VOCAB_SIZE,
-            num_layers=2,
             step_log=step_log or StepLog(None),
             crash_record=crash_record,
             constrainer=self,  # type: ignore[arg-type]

@@ -116,6 +116,10 @@ class FakeEngine:
     def before_step(self) -> None:
         """There are no streams here."""
 
+    def num_layers_of(self, what: Range) -> int:
+        """The layers are one group."""
+        return what.layer_end
+
     def gather(self, chunk: Chunk, block_table: Any, ready: object = None) -> int:
         assert ready is None
         self.written_at[f"gather {chunk.slot}"] = self.runner.num_written

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cluster.kv_groups import all_layers
 from cluster.lifecycle import RequestKey
 from cluster.pb import handoff_pb2, worker_pb2
 from decode_worker.receiver import Receiver
@@ -44,7 +45,7 @@ def commit(num_chunks: int, key: RequestKey = KEY) -> handoff_pb2.Commit:
 
 
 def linked(num_slots: int = 2, num_layers: int = 1) -> Receiver:
-    receiver = Receiver(num_layers)
+    receiver = Receiver(all_layers(num_layers))
     assert receiver.connection_called("e", CHUNK_TOKENS, num_slots) == []
     assert receiver.connection_open("e") == []
     return receiver

@@ -105,10 +105,9 @@ class Engine:
         if not prompt:
             raise ValueError("a prompt has no tokens; give at least one")
         first.block_table = self._blocks.match_prefix(prompt)
-        start = len(first.block_table) * self._blocks.block_size
-        first.block_table += self._blocks.allocate(
-            blocks_for(len(prompt), self._blocks.block_size) - len(first.block_table)
-        )
+        count, size = len(self._blocks.groups), self._blocks.block_size
+        start = len(first.block_table) // count * size
+        first.block_table += self._blocks.allocate(blocks_for(len(prompt), size) * count - len(first.block_table))
         while start < len(prompt):
             end = min(start + self._max_num_batched_tokens, len(prompt))
             is_last = end == len(prompt)
@@ -126,7 +125,7 @@ class Engine:
 
     def _fork(self, source: _Sequence, target: _Sequence) -> None:
         """Full blocks are shared. A partial one will be written by both, so the target gets a copy."""
-        num_full = len(source.prompt) // self._blocks.block_size
+        num_full = len(source.prompt) // self._blocks.block_size * len(self._blocks.groups)
         shared = source.block_table[:num_full]
         self._blocks.share(shared)
         target.block_table = list(shared)
@@ -140,8 +139,10 @@ class Engine:
         slices = []
         for s in running:
             position = s.num_computed_tokens
-            if position == len(s.block_table) * self._blocks.block_size:
-                s.block_table += self._blocks.allocate(1)
+            count = len(self._blocks.groups)
+            if position * count == len(s.block_table) * self._blocks.block_size:
+                s.block_table += self._blocks.allocate(count)
+            self._blocks.leave_windows(s.block_table, position)
             slices.append(SequenceSlice((s.output[-1],), position, tuple(s.block_table), True))
         logits = self._run(slices)
         for s, token in zip(running, self._sampler.sample(logits, [s.row() for s in running]), strict=True):
@@ -151,7 +152,7 @@ class Engine:
                 self._give_back(s)
 
     def _run(self, slices: list[SequenceSlice]) -> Tensor:
-        step = build_step(slices, self._blocks.block_size, self._copies)
+        step = build_step(slices, self._blocks.block_size, self._copies, len(self._blocks.groups))
         self._copies = []
         return self._model.forward(step)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from receiving import CHUNK_TOKENS, KEY, OTHER, commit, failures, landing, landings, linked, offer, receiving, told
 
+from cluster.kv_groups import KvGroup, all_layers
 from decode_worker.receiver import TABLE, Incoming, ReceiveEvent, Receiver, ReceiveState
 from kv_transfer.actions import Land, Ready, ReleasePages, Reserve, SendMessage
 
@@ -21,7 +22,7 @@ def test_every_state_can_be_left_but_those_that_are_over() -> None:
 @pytest.mark.parametrize("state", ReceiveState)
 @pytest.mark.parametrize("event", ReceiveEvent)
 def test_advance_follows_the_table_and_changes_nothing_else(state: ReceiveState, event: ReceiveEvent) -> None:
-    incoming = Incoming(KEY, 8, 1, state=state)
+    incoming = Incoming(KEY, 8, all_layers(1), state=state)
     expected = TABLE[state].get(event)
     assert incoming.advance(event) is (expected is not None)
     assert incoming.state is (expected or state)
@@ -98,7 +99,7 @@ def test_land_comes_before_its_grant() -> None:
 
 
 def test_a_pair_that_is_not_open_gets_no_grant_until_it_is() -> None:
-    receiver = Receiver(1)
+    receiver = Receiver(all_layers(1))
     receiver.connection_called("e", CHUNK_TOKENS, 2)
     receiver.announce(KEY, 8)
     receiver.opened("e", KEY)
@@ -162,6 +163,28 @@ def test_chunks_of_some_layers_count_as_tokens_only_once_all_layers_are_here() -
         receiver.landed(landings(receiver.offered("e", part))[0])
     (failed,) = failures(receiver.connection_lost("e"))
     assert failed.num_kept_tokens == 8
+
+
+def test_of_a_window_only_what_the_next_token_sees_must_land() -> None:
+    receiver = Receiver((KvGroup((0,)), KvGroup((1,), window=6)))
+    receiver.connection_called("e", 2 * CHUNK_TOKENS, 4)
+    receiver.connection_open("e")
+    receiver.announce(KEY, 16)
+    receiver.opened("e", KEY)
+    receiver.reserved(KEY, 0)
+    window = offer(1, 11, 16)
+    window.group = 1
+    for part in (offer(0, 0, 16), window):
+        receiver.landed(landings(receiver.offered("e", part))[0])
+    assert told(receiver.committed("e", commit(2))) == ["committed"]
+
+    receiver.announce(OTHER, 16)
+    receiver.opened("e", OTHER)
+    receiver.reserved(OTHER, 0)
+    earlier = offer(0, 10, 16, key=OTHER)
+    earlier.group = 1
+    (failed,) = failures(receiver.offered("e", earlier))
+    assert "which was not reserved" in failed.message
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from engine.kv.block_manager import BlockManager, CacheEvents
+from engine.kv.block_manager import BlockManager
+from engine.kv.cache_events import CacheEvents
 
 
 def watched(num_blocks: int = 8, most_changes: int = 100) -> BlockManager:

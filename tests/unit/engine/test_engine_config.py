@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from checkpoints import KINDS, make_checkpoint
+from engine_steps import make_runner
 
 from cluster.errors import CheckpointError, ConfigError
 from engine.models.config import ModelConfig
@@ -36,14 +38,14 @@ def test_what_a_model_computes_beyond_all_others_is_a_feature(tmp_path: Path) ->
 
 def test_a_field_that_a_new_family_brings_is_a_feature_unless_it_says_none_or_false(llama: Path) -> None:
     @dataclass(frozen=True)
-    class SoftcappedConfig(ModelConfig):
-        logit_softcap: float | None = None
+    class StrangeConfig(ModelConfig):
+        strangeness: float | None = None
         has_extra_norm: bool = False
 
-    plain = SoftcappedConfig(**vars(ModelConfig.from_folder(llama)))
+    plain = StrangeConfig(**vars(ModelConfig.from_folder(llama)))
 
     assert plain.features == frozenset()
-    assert replace(plain, logit_softcap=30.0, has_extra_norm=True).features == {"logit_softcap", "has_extra_norm"}
+    assert replace(plain, strangeness=30.0, has_extra_norm=True).features == {"strangeness", "has_extra_norm"}
 
 
 def test_the_fields_of_a_folder_are_read(tmp_path: Path) -> None:
@@ -140,6 +142,53 @@ def test_unknown_layer_types_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match="layer_types must name 4 of"):
         ModelConfig.from_folder(folder)
+
+
+def test_gemma_as_transformers_4_wrote_it_equals_gemma_as_transformers_5_writes_it(tmp_path: Path) -> None:
+    """Defaults are left out, ropes have other names, and layers with a window follow a pattern."""
+    new = ModelConfig.from_folder(make_checkpoint("gemma3", tmp_path / "5"))
+    old = _edit(
+        make_checkpoint("gemma3", tmp_path / "4"),
+        drop=("rope_parameters", "layer_types", "tie_word_embeddings", "final_logit_softcapping"),
+        rope_theta=1_000_000.0,
+        rope_local_base_freq=10000,
+        sliding_window_pattern=3,
+    )
+
+    assert ModelConfig.from_folder(old) == new
+    assert new.layer_windows == (24, 24, None, 24, 24, None, 24) and new.tie_word_embeddings
+    assert new.rope.rope_theta == 1e6 and new.local_rope is not None and new.local_rope.rope_theta == 1e4
+
+    gemma2 = ModelConfig.from_folder(make_checkpoint("gemma2", tmp_path / "2"))
+    assert gemma2.layer_windows == (24, None) * 2 and gemma2.local_rope is None
+    assert (gemma2.attention_softcap, gemma2.logit_softcap, gemma2.query_scalar) == (5.0, 30.0, 24.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_activation": "gelu"}, "hidden_activation 'gelu' is not supported"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+        ({"sliding_window": 0}, "sliding_window must be a positive integer"),
+    ],
+)
+def test_a_gemma_that_would_be_computed_wrongly_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        ModelConfig.from_folder(_edit(make_checkpoint("gemma3", tmp_path), **changes))
+
+
+def test_soft_caps_are_refused_where_attention_does_not_take_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_checkpoint("gemma2", tmp_path)
+    with pytest.raises(ConfigError, match="need it to be false on a CPU"):
+        make_runner(folder, deterministic=True)
+    varlen = SimpleNamespace(name="varlen", block_size=16)
+    monkeypatch.setattr("engine.model_runner.choose_attention", lambda *_: (varlen, "for this test"))
+    with pytest.raises(ConfigError, match="varlen takes no soft caps, which this model has; use cpu or triton"):
+        make_runner(folder)
 
 
 def test_a_folder_without_a_readable_config_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import KINDS, VOCAB_SIZE, make_checkpoint
-from engine_steps import make_runner, on_each_rank
+from engine_steps import make_runner, on_each_rank, step_of
 
 from engine.model_runner import ModelRunner
 from engine.models.config import ModelConfig
@@ -86,6 +86,24 @@ def test_logits_and_pages_are_those_of_the_layers_one_by_one(
         assert logits.shape == (count, VOCAB_SIZE) and logits.dtype == torch.float32
         assert torch.equal(logits, layer_by_layer(parts, step)), count
         assert torch.equal(whole.kv, parts.kv)
+
+
+def test_layers_with_a_window_and_those_without_have_blocks_of_their_own(tmp_path: Path) -> None:
+    windows = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2}
+    whole, parts = (prepared(make_checkpoint("qwen3", tmp_path, dtype="bfloat16", **windows)) for _ in range(2))
+    assert whole.decode_reason == "decode steps are one call" and len(whole.config.kv_groups) == 2
+    blocks = iter(np.random.default_rng(0).permutation(NUM_BLOCKS).tolist())
+    slices = [SequenceSlice((n,), n - 1, tuple(next(blocks) for _ in range(-(-n // 16))), True) for n in LENGTHS]
+    step = step_of(whole, slices)
+
+    assert torch.equal(whole.forward(step), layer_by_layer(parts, step))
+    assert torch.equal(whole.kv, parts.kv)
+    last = len(step.slot_mapping) - 1
+    for array, place in (("slot_mapping", last), ("block_tables", (-1, -1))):
+        wrong = getattr(step, array).copy()
+        wrong[place] = whole.kv.shape[2] * 16
+        with pytest.raises(IndexError, match="there are"):
+            whole.forward(replace(step, **{array: wrong}))
 
 
 def test_a_step_that_came_as_bytes_gives_the_same(folder: Path) -> None:

@@ -168,6 +168,22 @@ def test_a_replayed_step_equals_transformers_and_writes_nothing_but_its_own_toke
     assert torch.equal(kv[:, :, :NUM_BLOCKS], before[:, :, :NUM_BLOCKS])
 
 
+def test_layers_with_a_window_and_those_without_are_replayed_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their blocks are in tables of their own."""
+    folder = make_checkpoint("gemma3", tmp_path, sliding_window=300)
+    prompts = [list(range(1, 1 + length)) for length in (3, 254, 300)]
+    params, results, replayed = SamplingParams(max_output_tokens=12, temperature=0.0), [], []
+    for capture in (lambda work: lambda: replayed.append(work()), None):
+        runner = _runner(folder, monkeypatch, VarlenAttention(_varlen_attn, CPU), capture)
+        blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE, groups=runner.config.kv_groups)
+        results.append(Engine(runner, blocks, VOCAB_SIZE).generate(prompts, [params] * len(prompts)))
+
+    assert len(runner.config.kv_groups) == 4 and len(replayed) == 11
+    assert results[0] == results[1]
+
+
 def test_generation_with_replays_gives_the_same_tokens_as_without(case: Case) -> None:
     """Batches that shrink as sequences end, shared prompts with copied blocks, and a sequence into its second block."""
     ids = case.token_ids

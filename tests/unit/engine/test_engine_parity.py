@@ -11,7 +11,7 @@ import plain_kernels
 import pytest
 import torch
 from checkpoints import VOCAB_SIZE, make_checkpoint
-from engine_steps import make_runner, run_in_chunks, scattered_table
+from engine_steps import make_runner, run_in_chunks, scattered_table, step_of
 
 from engine.attention.flash import FlashAttention
 from engine.memory import resolve_kv_dtype
@@ -56,6 +56,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-moe-normalized": ("qwen2-moe", {"norm_topk_prob": True, "decoder_sparse_step": 1}),
     "qwen3-moe": ("qwen3-moe", {}),
     "qwen3-moe-all-experts": ("qwen3-moe", {"num_experts_per_tok": 8, "norm_topk_prob": False, "mlp_only_layers": []}),
+    "gemma2": ("gemma2", {}),
+    "gemma2-untied-short-window": ("gemma2", {"sliding_window": 5, "tie_word_embeddings": False}),
+    "gemma3": ("gemma3", {}),
+    "gemma3-biased-capped": ("gemma3", {"attention_bias": True, "final_logit_softcapping": 4.0}),
     "qwen3-biased-tied-windows": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True, **_QWEN_WINDOWS}),
 }
 
@@ -111,7 +115,7 @@ def test_sequences_at_different_stages_in_one_step_equal_each_alone(case: Case) 
             run_in_chunks(case.runner, ids[:start], [start], table)
         slices.append(SequenceSlice(tuple(ids[start:stop]), start, table, wants_logits=True))
 
-    logits = case.runner.forward(build_step(slices, case.runner.block_size))
+    logits = case.runner.forward(step_of(case.runner, slices))
 
     expected = case.expected[[stop - 1 for _, stop in starts_and_stops]]
     assert (logits - expected).abs().max() < 1e-4
@@ -122,8 +126,8 @@ def test_only_the_rows_that_are_wanted_have_logits(case: Case) -> None:
     wants = SequenceSlice(tuple(case.token_ids[:5]), 0, table[:1], wants_logits=True)
     silent = SequenceSlice(tuple(case.token_ids[:7]), 0, table[1:], wants_logits=False)
 
-    logits = case.runner.forward(build_step([silent, wants], case.runner.block_size))
-    none = case.runner.forward(build_step([silent], case.runner.block_size))
+    logits = case.runner.forward(step_of(case.runner, [silent, wants]))
+    none = case.runner.forward(step_of(case.runner, [silent]))
 
     assert (logits - case.expected[4:5]).abs().max() < 1e-4
     assert none.shape == (0, VOCAB_SIZE)
@@ -140,7 +144,7 @@ def test_copied_blocks_carry_a_sequence_on_without_touching_the_original(case: C
         SequenceSlice((ids[20],), 20, (first, partial), wants_logits=True),
     ]
 
-    logits = runner.forward(build_step(slices, runner.block_size, [(partial, copy)]))
+    logits = runner.forward(step_of(runner, slices, [(partial, copy)]))
 
     assert (logits[1] - case.expected[20]).abs().max() < 1e-4
     alone = run_in_chunks(runner, [*ids[:20], other], [21])[-1]
@@ -159,18 +163,23 @@ def test_a_step_of_copies_alone_runs(case: Case) -> None:
 def test_a_step_that_came_as_bytes_runs(case: Case) -> None:
     """Arrays over bytes are read-only, and torch warns when it shares memory with such."""
     piece = SequenceSlice(tuple(case.token_ids[:9]), 0, (2,), wants_logits=True)
-    step = build_step([piece], case.runner.block_size, [(5, 6)])
+    step = step_of(case.runner, [piece], [(5, 6)])
 
     logits = case.runner.forward(type(step).from_bytes(step.to_bytes()))
 
     assert (logits - case.expected[8:9]).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("block", [32, 2**31 - 1, -1])
-def test_a_block_that_is_not_there_is_refused(case: Case, block: int) -> None:
+@pytest.mark.parametrize("block", [None, 2**31 - 1, -1])
+def test_a_block_that_is_not_there_is_refused(case: Case, block: int | None) -> None:
+    num_blocks = case.runner.kv.shape[2]
+    block, slot = num_blocks if block is None else block, num_blocks * case.runner.block_size
     decode = SequenceSlice((3,), 20, (0, 1), wants_logits=True)
-    step = build_step([decode], case.runner.block_size)
-    for wrong in ({"block_tables": step.block_tables * 0 + block}, {"slot_mapping": step.slot_mapping * 0 + 512}):
+    step = step_of(case.runner, [decode])
+    for wrong in (
+        {"block_tables": step.block_tables * 0 + block},
+        {"slot_mapping": step.slot_mapping * 0 + slot},
+    ):
         with pytest.raises(IndexError, match="there are"):
             case.runner.forward(replace(step, **wrong))
 

@@ -25,8 +25,8 @@ ADVANCES = [advance_rows, advance_by_triton]
 class Memory(InputMemory):
     """Counts what is sent."""
 
-    def __init__(self, advance: Advance) -> None:
-        super().__init__(MOST, WIDTH, BLOCK_SIZE, SCRATCH, DEVICE, advance)
+    def __init__(self, advance: Advance, num_groups: int = 1) -> None:
+        super().__init__(MOST, WIDTH, BLOCK_SIZE, SCRATCH, DEVICE, advance, num_groups)
         self.num_sent = 0
 
     def run(self, step: StepInput, size: int, sampled: torch.Tensor | None = None) -> None:
@@ -45,17 +45,19 @@ class Memory(InputMemory):
         assert self._kept.tolist() == self._mirror.tolist(), "the host does not know what the device has"
         step = step if sampled is None else step.with_tokens(sampled.cpu().numpy())
         num, inputs, spare = len(step.seqlens_k), self.of(size), size - len(step.seqlens_k)
-        paged = inputs.batch.paged
         assert inputs.token_ids.tolist() == [*step.token_ids, *[0] * spare]
         assert inputs.positions.tolist() == [*step.positions, *[0] * spare]
-        assert inputs.slots.tolist() == [*step.slot_mapping, *[SCRATCH * BLOCK_SIZE] * spare]
-        assert paged.seqlens_k.tolist() == [*step.seqlens_k, *[1] * spare]
-        assert paged.cu_seqlens_k.tolist() == [0, *np.cumsum(paged.seqlens_k.tolist())]
-        assert paged.cu_seqlens_q.tolist() == list(range(size + 1))
-        columns = step.block_tables.shape[1]
-        assert paged.block_table[:num, :columns].tolist() == step.block_tables.tolist()
-        assert paged.block_table[num:, 0].tolist() == [SCRATCH] * spare
-        assert inputs.slots.dtype == torch.int64 and inputs.token_ids.is_contiguous()
+        assert inputs.token_ids.is_contiguous()
+        for place, (slots, batch) in enumerate(zip(inputs.slots, inputs.batches, strict=True)):
+            own, paged = step.of_group(place), batch.paged
+            assert slots.tolist() == [*own.slot_mapping, *[SCRATCH * BLOCK_SIZE] * spare]
+            assert slots.dtype == torch.int64
+            assert paged.seqlens_k.tolist() == [*own.seqlens_k, *[1] * spare]
+            assert paged.cu_seqlens_k.tolist() == [0, *np.cumsum(paged.seqlens_k.tolist())]
+            assert paged.cu_seqlens_q.tolist() == list(range(size + 1))
+            columns = own.block_tables.shape[1]
+            assert paged.block_table[:num, :columns].tolist() == own.block_tables.tolist()
+            assert paged.block_table[num:, 0].tolist() == [SCRATCH] * spare
 
 
 @dataclass
@@ -65,8 +67,10 @@ class Running:
     table: list[int]
     position: int
 
-    def slice(self, token_id: int) -> SequenceSlice:
-        return SequenceSlice((token_id,), self.position, tuple(self.table), True)
+    def slice(self, token_id: int, num_groups: int = 1) -> SequenceSlice:
+        """Each group of layers has blocks of its own."""
+        table = tuple(block * num_groups + place for block in self.table for place in range(num_groups))
+        return SequenceSlice((token_id,), self.position, table, True)
 
 
 class Batch:
@@ -120,14 +124,15 @@ class Batch:
 
 
 @pytest.mark.parametrize("advance", ADVANCES, ids=["torch", "triton"])
+@pytest.mark.parametrize("num_groups", [1, 3])
 @pytest.mark.parametrize("seed", range(12))
 def test_kept_inputs_are_those_of_a_step_that_is_made_anew(
-    advance: Advance, seed: int, monkeypatch: pytest.MonkeyPatch
+    advance: Advance, seed: int, num_groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batches of up to nine sequences, with tokens that are known, and that the step before or another one led to;
     rows of tables are sent whole in every other run."""
     monkeypatch.setattr(decode_inputs, "_MANY", 1 + 1024 * (seed % 2))
-    random, memory, num_rows = Random(seed), Memory(advance), 0
+    random, memory, num_rows = Random(seed), Memory(advance, num_groups), 0
     batch = Batch(random)
     for _ in range(20):
         batch.change()
@@ -137,7 +142,8 @@ def test_kept_inputs_are_those_of_a_step_that_is_made_anew(
         if random.random() < 0.5:
             memory.sampled[:num_rows] = sampled
             sampled = memory.sampled[:num_rows]
-        step = build_step([row.slice(token) for row, token in zip(batch.rows, tokens, strict=True)], BLOCK_SIZE)
+        slices = [row.slice(token, num_groups) for row, token in zip(batch.rows, tokens, strict=True)]
+        step = build_step(slices, BLOCK_SIZE, num_groups=num_groups)
         size = random.randint(len(batch.rows), MOST)
         memory.run(step, size, sampled if step.has_unread_tokens else None)
         num_rows = len(batch.rows)

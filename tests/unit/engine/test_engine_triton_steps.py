@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from engine_steps import make_runner, run_in_chunks
+from engine_steps import make_runner, run_in_chunks, step_of
 from interpreted_kernels import DEVICE
 from recorder import record
 
 from engine.attention.interface import AttentionBatch, PagedBatch
 from engine.attention.triton import TritonAttention
-from engine.step_input import SequenceSlice, build_step
+from engine.step_input import SequenceSlice
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="with a GPU, tests/gpu compares the backends")
 
@@ -30,10 +30,11 @@ def _paged_decode(
     most: int,
     scale: float,
     left: int,
+    soft_cap: float,
 ) -> None:
     """A kernel as the recorder knows them: what it looks up in tensors, it looks up each time it runs."""
     paged = PagedBatch(cu_q, lengths, lengths, table, 1, most)
-    TritonAttention()._decode(q, k, v, paged, out, scale=scale, left=left)
+    TritonAttention()._decode(q, k, v, paged, out, scale=scale, left=left, soft_cap=soft_cap)
 
 
 class Recordable(TritonAttention):
@@ -54,14 +55,18 @@ class Recordable(TritonAttention):
     ) -> torch.Tensor:
         paged = batch.paged
         if batch.fixed is None:
-            return super().__call__(q, k, v, batch, softmax_scale=softmax_scale, causal=causal, window_size=window_size)
+            options = {"causal": causal, "window_size": window_size, "soft_cap": soft_cap}
+            return super().__call__(q, k, v, batch, softmax_scale=softmax_scale, **options)
         out = torch.empty_like(q)
         sizes = (paged.cu_seqlens_q, paged.seqlens_k, paged.block_table)
-        _paged_decode(q, k, v, *sizes, out, paged.max_seqlen_k, softmax_scale, window_size[0])
+        _paged_decode(q, k, v, *sizes, out, paged.max_seqlen_k, softmax_scale, window_size[0], soft_cap)
         return out
 
 
-@pytest.mark.parametrize(("name", "kv_cache_dtype", "most_off"), [("mistral", "auto", 2e-4), ("qwen3", "int8", 0.01)])
+@pytest.mark.parametrize(
+    ("name", "kv_cache_dtype", "most_off"),
+    [("mistral", "auto", 2e-4), ("qwen3", "int8", 0.01), ("gemma2", "auto", 2e-4), ("gemma3", "auto", 2e-4)],
+)
 def test_prompts_and_replayed_decode_steps_have_the_logits_of_the_cpu(
     name: str, kv_cache_dtype: str, most_off: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,7 +85,7 @@ def test_prompts_and_replayed_decode_steps_have_the_logits_of_the_cpu(
     expected = run_in_chunks(expected_by, ids, [37], table)
     logits = run_in_chunks(runner, ids, [20, 14, 1, 1, 1], table)
     mixed = [SequenceSlice((ids[36],), 36, table, True), SequenceSlice(tuple(ids[:9]), 0, (4,), True)]
-    together = runner.forward(build_step(mixed, 16))
+    together = runner.forward(step_of(runner, mixed))
 
     assert len(replays) == 3
     assert (logits - expected).abs().max() < most_off

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 import prefill_worker.sender as sender_module
+from cluster.kv_groups import all_layers
 from cluster.lifecycle import RequestKey
 from cluster.pb import handoff_pb2, worker_pb2
 from kv_transfer.actions import Actions, BeginPrefill, Chunk, Fail, Gather, Range, ReleasePages, SendMessage, Transmit
@@ -39,7 +40,7 @@ def streaming(
 
 
 def linked(num_slots: int = 2, num_layers: int = 1) -> Sender:
-    sender = Sender(num_layers)
+    sender = Sender(all_layers(num_layers))
     assert sender.connection_open("e", CHUNK_TOKENS, num_slots) == []
     return sender
 
@@ -150,7 +151,7 @@ def test_a_prompt_that_the_receiver_has_whole_is_committed_without_a_chunk() -> 
 
 
 def test_nothing_is_gathered_before_the_pair_is_up_and_then_what_waits() -> None:
-    sender = Sender(1)
+    sender = Sender(all_layers(1))
     streaming(sender)
     assert sender.computed(KEY, 8, 1) == []
     assert tokens(sender.connection_open("e", 5, 4)) == [(0, 5), (5, 8)]
@@ -387,9 +388,9 @@ def test_a_second_attempt_on_another_link_is_not_touched_by_what_is_left_of_the_
 
 
 def test_the_last_step_is_layered_only_where_that_is_worth_a_message() -> None:
-    assert sender_module.MIN_LAYER_GROUPS > 1
+    assert sender_module.MIN_LAYER_PARTS > 1
     for num_tokens, num_groups in ((sender_module.MIN_LAYERED_TOKENS - 1, 1), (sender_module.MIN_LAYERED_TOKENS, 4)):
-        sender = Sender(4)
+        sender = Sender(all_layers(4))
         sender.connection_open("e", 1000, 8)
         streaming(sender, num_tokens=num_tokens)
         assert len(gathers(sender.computing(KEY, num_tokens, 1))) == num_groups

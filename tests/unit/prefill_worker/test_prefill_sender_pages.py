@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from cluster.kv_groups import all_layers
 from cluster.lifecycle import RequestKey
 from cluster.pb import handoff_pb2
 from kv_transfer.actions import Actions, BeginPrefill, Chunk, Fail, Gather, ReleasePages, SendMessage, Transmit
@@ -20,7 +21,7 @@ def told(actions: Actions) -> list[str]:
 
 def one_offered(num_tokens: int = CHUNK_TOKENS, *, shares_pages: bool = True) -> tuple[Sender, Chunk]:
     """A sender whose first chunk is offered, and nothing else under way."""
-    sender = Sender(1)
+    sender = Sender(all_layers(1))
     sender.connection_open("e", CHUNK_TOKENS, 2, shares_pages=shares_pages)
     sender.open(KEY, "e", num_tokens)
     assert sender.reserved("e", KEY, 0) == [BeginPrefill(KEY)]

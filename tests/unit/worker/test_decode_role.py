@@ -55,7 +55,7 @@ class Surroundings(Reporter):
         """Called when a landing has ended."""
         self.blocks = BlockManager(16, 4)
         self.connections: dict[str, Any] = {}
-        self.role = DecodeRole(self, self.blocks, max_num_seqs=4, num_layers=1)
+        self.role = DecodeRole(self, self.blocks, max_num_seqs=4)
 
     def emit(self, key: RequestKey, event: worker_pb2.Event, *, can_wait: bool = False) -> None:
         self.heard.append(event)

@@ -61,7 +61,7 @@ class Surroundings(Reporter):
         self.tokens: list[tuple[int, int, int]] = []
         """Sequence, id and position of each that was told."""
         self.blocks = BlockManager(16, 4)
-        self.role = PrefillRole(self, self.blocks, num_layers=1)
+        self.role = PrefillRole(self, self.blocks)
         self.connection: Any = Connection(self)
         self.gather_done: Callable[[Chunk], None] = lambda chunk: None
 

@@ -12,6 +12,7 @@ import torch
 from device_spans import FakeDevice, FakeSpan
 
 from cluster.failure_detector import FailureTimeouts
+from cluster.kv_groups import all_layers
 from cluster.lifecycle import RequestKey
 from cluster.pb import generation_pb2, worker_pb2
 from cluster.settings import WorkerSettings
@@ -101,13 +102,12 @@ def make_core(constrainer: Any = None) -> tuple[Core, PendingRanks, FakeRouter]:
     core = Core(
         inbox,
         ranks,
-        BlockManager(16, 16),
+        BlockManager(16, 16, groups=all_layers(2)),
         context,
         nobody,
         settings,
         max_model_len=256,
         vocab_size=VOCABULARY,
-        num_layers=2,
         step_log=StepLog(None),
         constrainer=constrainer,
     )

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from cluster.kv_groups import all_layers
 from cluster.lifecycle import RequestKey
 from cluster.metrics_page import MetricsPage
 from decode_worker.receiver import Receiver
@@ -346,8 +347,8 @@ def test_the_page_is_served_without_what_is_held_while_the_engine_thread_does_no
 
 def test_the_states_that_are_shown_are_those_that_there_are() -> None:
     assert {state.value for state in ConnectionState} == {*PAIR_STATES, "closed"}
-    assert set(Sender(num_layers=2).count_stages()) | {"quarantined"} == set(SEND_SLOTS)
-    assert set(Receiver(num_layers=2).count_stages()) | {"landed", "quarantined"} == set(LANDING_SLOTS)
+    assert set(Sender(all_layers(2)).count_stages()) | {"quarantined"} == set(SEND_SLOTS)
+    assert set(Receiver(all_layers(2)).count_stages()) | {"landed", "quarantined"} == set(LANDING_SLOTS)
 
 
 # Asking the engine thread

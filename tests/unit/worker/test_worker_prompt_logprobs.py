@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cluster.failure_detector import FailureTimeouts
+from cluster.kv_groups import all_layers
 from cluster.pb import generation_pb2, worker_pb2
 from cluster.settings import WorkerSettings
 from engine.kv.block_manager import BlockManager
@@ -111,13 +112,12 @@ class Bench:
         self.core = Core(
             inbox,
             self.ranks,
-            BlockManager(num_blocks, 16),
+            BlockManager(num_blocks, 16, groups=all_layers(2)),
             context,
             nobody,
             settings,
             max_model_len=4096,
             vocab_size=VOCABULARY,
-            num_layers=2,
             step_log=StepLog(None),
         )
         self.core.session_opened(self.router, worker_pb2.WorkerInfo())

@@ -1,0 +1,89 @@
+"""One pool of blocks for layers that keep everything and layers that keep a window."""
+
+from __future__ import annotations
+
+from cluster.kv_groups import KvGroup
+from engine.kv.block_manager import BlockManager
+
+GROUPS = (KvGroup((0,)), KvGroup((1,), window=6))
+TOKENS = list(range(100, 120))
+
+
+def filled(manager: BlockManager, num_tokens: int = 16, num_landed: int = 0) -> list[int]:
+    """The table of a sequence whose tokens are computed, as its windows hold them behind the last."""
+    table: list[int] = []
+    manager.fill(table, num_tokens // 4, [range(num_tokens // 4)] * 2)
+    manager.publish(TOKENS, table, b"", num_tokens, num_landed)
+    manager.leave_windows(table, num_tokens)
+    return table
+
+
+def test_blocks_that_leave_a_window_are_free_for_others_while_the_sequence_runs() -> None:
+    manager = BlockManager(8, 4, enable_prefix_cache=False, groups=GROUPS)
+    table = filled(manager)
+    assert [block >= 0 for block in table] == [True, False, True, False, True, True, True, True]
+    assert (manager.num_held, manager.num_free) == (6, 2)
+    manager.check()
+    manager.leave_windows(table, 19)  # 14 is the first that is seen
+    assert manager.num_free == 3
+    manager.share(table)
+    manager.release(table)
+    manager.release(table)
+    assert manager.num_free == 8
+
+
+def test_a_prefix_needs_the_window_before_its_end_and_everything_else() -> None:
+    manager = BlockManager(10, 4, groups=GROUPS)
+    table = filled(manager)
+    kept = list(table)
+    manager.release(table)
+    manager.check()
+
+    again = manager.match_prefix(TOKENS)
+    assert [a for a, k in zip(again, kept, strict=True) if k >= 0] == [k for k in kept if k >= 0]
+    assert again[1] == -1, "behind 16 tokens nobody sees the first block"
+    manager.release(again)
+
+    manager.allocate(4)  # two were free, and two had left the window
+    assert manager.match_prefix(TOKENS) == again
+    manager.release(again)
+    manager.allocate(1)  # the end of the window
+    assert manager.match_prefix(TOKENS) == []
+    manager.check()
+
+
+def test_of_what_landed_only_whole_blocks_of_a_window_can_be_found() -> None:
+    """16 tokens land, of which a window of 6 holds from the 12th on: its block of tokens 8 to 11 is not whole."""
+    manager = BlockManager(12, 4, groups=GROUPS)
+    table = filled(manager, num_landed=16)
+    manager.release(table)
+    assert manager.match_prefix(TOKENS[:17]) == [], "nothing says what tokens 8 to 10 were in the window"
+    landing = manager.match_prefix([*TOKENS[:16], 1, 2, 3, 4], num_landing=20)
+    assert len(landing) == 8 and landing[-1] >= 0 and landing[-3] == -1
+    manager.release(landing)
+    manager.check()
+
+
+def test_a_windows_hashes_go_on_though_what_came_before_has_left_it() -> None:
+    """Groups of 16 hashes begin from the last of the group before, which a short window does not hold."""
+    tokens, windows = list(range(200)), (KvGroup((0,), window=3),)
+    manager, whole = BlockManager(64, 4, groups=windows), BlockManager(64, 4)
+    table: list[int] = []
+    for end in range(4, 200, 4):
+        manager.fill(table, end // 4, [range(len(table), end // 4)])
+        manager.publish(tokens, table, b"", end)
+        manager.leave_windows(table, end)
+    everything = whole.allocate(49)
+    whole.publish(tokens, everything, b"", 196)
+    assert list(manager.cached_hashes) == list(whole.cached_hashes)
+
+
+def test_a_watcher_is_told_of_the_first_group() -> None:
+    manager = BlockManager(8, 4, groups=GROUPS)
+    manager.watch_cache(True)
+    filled(manager)
+    events = manager.take_cache_events()
+    assert events is not None and len(events.stored) == 4 == len(manager.cached_hashes)
+    assert manager.flush_cache() == 8
+    events = manager.take_cache_events()
+    assert events is not None and len(events.evicted) == 4
