@@ -89,6 +89,10 @@ class TypicalRequest:
     spread: float = 0.0
     """Variance of a prompt's seconds over the square of their mean; 0: all are alike."""
 
+    def output_s(self, cost: StepCost) -> float:
+        """Seconds of an output on a decode worker that has no other."""
+        return self.num_output_tokens * cost.of_sequences(1, round(self.num_kv_tokens))
+
 
 @dataclass(frozen=True)
 class _Sequences:

@@ -36,6 +36,8 @@ _AS_MUCH = 0.98
 """Share of what these workers serve that is enough of fewer."""
 _WORTH_A_WORKER = 0.1
 """Share by which one more worker must serve more, at least."""
+_OUTPUTS_END = 3.0
+"""Nearly all outputs have ended after so many times the mean one."""
 _HOLDS_S = 300.0
 """For so long what was seen of a split is believed while the cluster has another."""
 
@@ -129,6 +131,8 @@ class AutoRatio:
     def __init__(self, slo: SloSection, patience: AutoSection) -> None:
         self._slo = slo
         self._patience = patience
+        self._known_since: float | None = None
+        """When enough had come to tell for the first time, or after a pause."""
         self._wanted: int | None = None
         self._wanted_since = 0.0
         self._size: int | None = None
@@ -147,13 +151,15 @@ class AutoRatio:
         worker, bounds, num_prefill = question.worker, question.bounds, question.num_prefill
         usual = question.usual
         if worker is None or usual is None or not bounds.splits:
-            self._wanted = None
+            self._wanted = self._known_since = None
             why = "stays: too little has been measured to tell"
             unknown = RebalanceDecision(num_prefill, bounds.num_workers, Reason.UNKNOWN, why)
             if demand.num_placed >= LEAST_REQUESTS:
                 self._size = None
                 return unknown
             return self._idle(now, bounds, num_prefill) or unknown
+        if self._known_since is None:
+            self._known_since = now
         service = service_of(usual, worker, self._slo)
         rate = demand.num_arrived / window_s
         self._look(now, usual, demand, window_s, num_prefill, service, bounds.num_workers)
@@ -168,7 +174,7 @@ class AutoRatio:
         summary = _summary(score, service, asked, usual, rate, bounds, num_prefill, best, seen)
         if best != num_prefill and gain > self._patience.margin:
             self._size = None
-            held = self._hold(now, best, num_prefill)
+            held = self._hold(now, best, num_prefill, _OUTPUTS_END * usual.output_s(worker.costs.decode))
             if held is not None:
                 reason, why = held
                 return RebalanceDecision(num_prefill, bounds.num_workers, reason, f"stays: {why}; {summary}", gain)
@@ -263,16 +269,19 @@ class AutoRatio:
             served = max(1.0, demand.num_kept) / window_s
             self._seen[num_prefill] = _Seen(served, usual, now, _doubt(served, arrived))
 
-    def _hold(self, now: float, best: int, num_prefill: int) -> tuple[Reason, str] | None:
-        """Why the move has to wait; None: it has not."""
+    def _hold(self, now: float, best: int, num_prefill: int, ends_s: float) -> tuple[Reason, str] | None:
+        """Why the move has to wait; None: it has not. `ends_s`: within these seconds nearly all outputs end."""
         direction = 1 if best > num_prefill else -1
         is_same_way = self._wanted is not None and (self._wanted > num_prefill) == (direction > 0)
         if not is_same_way:
             self._wanted_since = now
         self._wanted = best
         since_s, patience = now - self._moved_at, self._patience
+        assert self._known_since is not None, "there is a load"
         if now - self._wanted_since < patience.confirm_s:
             return Reason.CONFIRM, f"the gain is to last for {patience.confirm_s:g} s"
+        if now - self._known_since < ends_s:
+            return Reason.UNKNOWN, f"the outputs that have ended are the short ones until {ends_s:.0f} s have passed"
         if since_s < patience.cooldown_s:
             why = f"the last move was {since_s:.0f} s ago, and {patience.cooldown_s:g} s are to pass"
             return Reason.COOLDOWN, why

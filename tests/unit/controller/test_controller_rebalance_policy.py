@@ -11,7 +11,7 @@ from split_loads import FOUR, OUTPUTS, PROMPTS, SLO, WINDOW_S, WORKER, load
 
 from cluster.config.schema import AutoSection
 from cluster.demand import Demand
-from controller.goodput_model import SplitBounds
+from controller.goodput_model import SplitBounds, usual_request
 from controller.rebalance_policy import AutoRatio, SplitQuestion
 
 
@@ -49,6 +49,20 @@ def test_a_gain_moves_the_ratio_once_it_has_lasted() -> None:
     clock.run(60, PROMPTS)
     assert clock.moves == [(6.0, 3)]
     assert clock.why.startswith("stays: 3:1 serves") and "the most of all" in clock.why
+
+
+def test_nothing_moves_before_the_longer_outputs_end_which_would_tell_another_length() -> None:
+    """Of outputs that have just begun the short ones end first, and prefill workers seem to be worth too much."""
+    clock = Clock()
+    long = load(3.0, 10, 600)
+    usual = usual_request(long, WORKER.costs)
+    assert usual is not None
+    ends_s = 3 * usual.output_s(WORKER.costs.decode)
+    assert ends_s > 10
+    clock.run(int(ends_s), long)
+    assert not clock.moves and "have ended are the short ones" in clock.why
+    clock.run(5, long)
+    assert clock.moves
 
 
 def test_a_gain_that_goes_away_moves_nothing() -> None:
