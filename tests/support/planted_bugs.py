@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType
 
+from crowded_cluster import Load, crowded
+
 from simulate.scenario import Scenario
 
 
@@ -155,11 +157,12 @@ def planted(bug: Bug) -> Iterator[None]:
 
 
 def first_found(bug: Bug, limit: int, first: int = 0) -> tuple[int, str] | None:
-    """The first of `limit` seeds that finds it, and what that says; None: none does."""
+    """The first of `limit` seeds that finds it, of a scenario or a crowded cluster, and what that says; None: none."""
     with planted(bug):
         for seed in range(first, first + limit):
             try:
                 Scenario.of(seed).run()
+                crowded(seed, load=Load(cancels=0.3), has_events=True).run()
             except Exception as error:
                 return seed, f"{type(error).__name__}: {error}"
     return None
