@@ -77,7 +77,7 @@ BUGS = (
     Bug(
         "sequences of one prompt share a block that both write to",
         "decode_worker.scheduler:DecodeScheduler.fork",
-        (("self._copy(parent.block_table[num_full], target)", "pass"),),
+        (("self._copy(source, target)", "pass"),),
     ),
     Bug(
         "places that were reserved are not given back",
