@@ -73,6 +73,7 @@ def read_shape(values: dict[str, Any], where: str, name: str) -> ModelShape:
         vocab_size=fields.size("vocab_size"),
         max_position_embeddings=fields.size("max_position_embeddings"),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
+        is_served=architecture in FAMILIES,
         is_gated=is_gated,
         has_qk_norm=family.qk_norm,
         has_qkv_bias=family.has_qkv_bias or has_bias,

@@ -6,7 +6,10 @@ import json
 
 from simulate.planner import DevicePlan, PlanQuestion, RolePlan
 
-_FAMILIES_NOTE = "# Baton serves dense families; this model is planned for, not served yet.\n"
+_NOT_SERVED = "# This model is planned for, not served yet."
+_NOT_SPREAD = (
+    "# Experts that each device holds whole are planned for, not served yet: they are sliced over all of them."
+)
 
 
 def config_text(question: PlanQuestion, plan: DevicePlan, model_path: str) -> str:
@@ -14,11 +17,12 @@ def config_text(question: PlanQuestion, plan: DevicePlan, model_path: str) -> st
     memory, goal = question.memory, question.goal
     shape, is_gpu = memory.shape, memory.device.is_gpu
     kv_dtype = memory.kv_dtype if memory.kv_dtype in ("int8", "fp8") else "auto"
-    is_served = shape.experts is None and shape.latent is None and shape.is_gated
+    spreads = any(role is not None and role.option.layout.ep_size > 1 for role in (plan.prefill, plan.decode))
     lines = [
         f"# {shape.name} on {plan.num_devices} {memory.device.name}: {question.load.rate:g} requests a second, prompts "
         f"of {question.load.mean_prompt:.0f} and outputs of {question.load.mean_output:.0f} tokens on the mean.",
-        *([] if is_served else [_FAMILIES_NOTE.rstrip()]),
+        *([] if shape.is_served else [_NOT_SERVED]),
+        *([_NOT_SPREAD] if spreads else []),
         f"cluster_name: {json.dumps('baton')}",
         "metadata:",
         "  serving:",

@@ -104,6 +104,8 @@ class ModelShape:
     vocab_size: int
     max_position_embeddings: int
     tie_word_embeddings: bool
+    is_served: bool = True
+    """Whether Baton serves the family."""
     is_gated: bool = True
     """The MLP multiplies with three matrices, not two."""
     has_qk_norm: bool = False
