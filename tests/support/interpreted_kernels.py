@@ -18,6 +18,7 @@ from triton.runtime import interpreter
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 _patch_lang_tensor, _convert_float = interpreter._patch_lang_tensor, interpreter._convert_float
+_create_dot = interpreter.InterpreterBuilder.create_dot
 
 
 def _patch(tensor: Any, scope: Any) -> None:
@@ -43,7 +44,17 @@ def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
     return function.rewrite()(*args, **kwargs)
 
 
+def _dot(builder: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+    """A row of a product has the same bits wherever it stands in a tile, as on a GPU; of numpy's library that depends
+    on the processor. Sums in float64 differ by less than float32 shows."""
+    if not all(np.issubdtype(part.data.dtype, np.floating) for part in (a, b)):
+        return _create_dot(builder, a, b, d, *options)
+    product = np.matmul(a.data, b.data, dtype=np.float64).astype(d.data.dtype)
+    return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+
 _seen: set[Any] = set()
+interpreter.InterpreterBuilder.create_dot = _dot
 interpreter._patch_lang_tensor = _patch
 interpreter.InterpretedFunction.__call__ = _call
 interpreter._convert_float = _convert
