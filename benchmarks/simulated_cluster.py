@@ -69,7 +69,7 @@ class Machine:
     def of(cls, document: dict[str, Any]) -> Machine:
         """`document`: as `baton profile` writes it, or the seconds of a message alone."""
         if "steps" not in document:
-            return cls(document["message_s"], None)
+            return cls(document["message_s"], None, document.get("cores"))
         profile = profile_in(Path("the profile"), document)
         return cls(profile.message_s or 0.0, profile, profile.cores)
 
@@ -97,6 +97,7 @@ class Machine:
             curve=LinearCurve(timed.cost),
             kv_tokens=engine.kv_cache_tokens,
             max_model_len=config.model.max_model_len,
+            num_threads=0,
             wire=WireSpec(1e9 * (timed.transfer_gb_per_s or 1e6), timed.transfer_latency_s),
         )
 

@@ -67,7 +67,7 @@ COLUMNS = ("P:D", "rate/s", "busy", "req/s", "TTFT p50 ms", "p90", "TPOT p50 ms"
 def calibrate(address: str, config: ServingConfig, like: OfferedLoad) -> dict[str, Any]:
     """The document of a `Machine`, measured on an idle cluster."""
     if config.engine.timed_steps.is_on:
-        return {"message_s": asyncio.run(message_seconds(address, config, like))}
+        return {"message_s": asyncio.run(message_seconds(address, config, like)), "cores": len(os.sched_getaffinity(0))}
     every, longest = ProfileSizes(), (1 + like.spread) * (like.num_prompt_tokens + like.num_output_tokens)
     prompts, lengths = ([n for n in sizes if n < 2 * longest] for sizes in (every.prompts, every.lengths))
     with BatonClient(address) as client:

@@ -120,7 +120,7 @@ class SimulatedRanks:
             self._world.note(f"{self._name} step {self.num_steps}: {size}")
         launched = SimulatedStep(step, self.pages.write_step(step), loop.time(), seconds)
         self._step = launched
-        if self._world.cores is None:
+        if self._world.cores is None or not self._num_threads:
             loop.call_later(seconds, self._end_step, launched)
         else:
             # Chunks of prompts set off as their layers are computed.
@@ -240,7 +240,7 @@ class SimulatedRanks:
             return
         self._num_open += 1
         delay = self._command_s * self._world.spread()
-        if ahead > 0 and self._world.cores is not None:
+        if ahead > 0 and self._world.cores is not None and self._num_threads:
             self._behind_layers.append((what, done))
             self._gather_computed()
             return

@@ -76,7 +76,8 @@ class WorkerSpec:
     command_s: float = 50e-6
     """Seconds that a gather, a landing, or opening or closing a pair takes beside the transfer."""
     num_threads: int = 1
-    """Cores that a step keeps busy, where the cluster shares those of a machine (`ClusterSpec.cores`)."""
+    """Cores that a step keeps busy, where the cluster shares those of a machine (`ClusterSpec.cores`); 0: none, it is
+    computed elsewhere, or a timer."""
     core_share: float | None = None
     """Cores that its process may use there; None: all."""
     overlaps: bool = True
