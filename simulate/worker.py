@@ -123,6 +123,18 @@ class SimulatedSpeakingLoop(SpeakingLoop):
         self.loop.call_soon(function, *arguments)
 
 
+class SimulatedCore(Core):
+    """While its thread computes a step itself, it does nothing else: what there is to tell waits for the step's end."""
+
+    def __init__(self, computes: Callable[[], bool], *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._computes = computes
+
+    def _flush(self, is_idle: bool) -> None:
+        if not self._computes():
+            super()._flush(is_idle)
+
+
 class SimulatedWorker:
     """Begins to serve when it is made; `die` ends it as a killed process ends."""
 
@@ -164,7 +176,8 @@ class SimulatedWorker:
             fresh_name=cluster.fresh_name,
         )
         self.stats = context.stats
-        self.core = Core(
+        self.core = SimulatedCore(
+            lambda: self.ranks.is_at(spec.long_tokens),
             inbox,
             self.ranks,
             blocks,

@@ -125,6 +125,18 @@ def test_a_worker_that_computes_on_its_engine_thread_takes_nothing_in_meanwhile(
     assert waits[0] == pytest.approx(50e-3, abs=2e-3) and 55e-3 < waits[1] < 101e-3
 
 
+def test_a_worker_that_computes_on_its_engine_thread_tells_tokens_no_more_often_than_it_may() -> None:
+    """Steps of 1 ms: four tokens in a message, where a worker that waits for its device tells each at once."""
+    quick = LinearCurve(StepCost(1e-3, 0.0, 0.0, 0.0, 0.0))
+    num_calls = []
+    for long_tokens in (0, 64):
+        worker = WorkerSpec("", "decode", curve=quick, overlaps=False, long_tokens=long_tokens)
+        result = Cluster(ClusterSpec.of_ratio(0, 1, worker)).run([RequestShape(0.0, 100, 1000)])
+        assert result.outcomes[0].tpot_s == pytest.approx(1e-3, rel=0.01)
+        num_calls.append(result.num_calls)
+    assert num_calls[1] < 0.7 * num_calls[0]
+
+
 def test_threads_share_cores_and_none_is_faster_than_one_core() -> None:
     loop = VirtualLoop()  # type: ignore[abstract]  # as the world's
     flows, cores, ends = Flows(loop), Lane(2, most=1.0), dict[str, float]()
@@ -161,7 +173,7 @@ def test_steps_and_messages_wait_for_the_cores_that_they_share() -> None:
     assert ttfts[1] == pytest.approx(ttfts[0], rel=0.02) and tpots[1] == pytest.approx(tpots[0], rel=0.02)
     assert ttfts[2] > 1.2 * ttfts[0] and tpots[2] > 1.1 * tpots[0]
     busy_s = sum(use.busy_s for use in one.workers)
-    assert busy_s > 1.2 * sum(use.busy_s for use in own.workers)
+    assert busy_s > 1.1 * sum(use.busy_s for use in own.workers)
 
 
 def test_a_step_of_several_threads_takes_as_many_cores() -> None:
