@@ -50,7 +50,7 @@ def test_a_cluster_under_tls_writes_what_a_single_process_writes(
         stream = Stream(cluster, token_spec(PROMPT, NUM_TOKENS))
         stream.result()
         assert stream.token_ids() == expected
-        assert any(worker.stats.kv_bytes_received for worker in cluster.status().workers)
+        cluster.wait_for(lambda status: any(worker.stats.kv_bytes_received for worker in status.workers))
         for stranger in (None, ours.client()):
             with BatonClient(cluster.address, tls=stranger) as refused, pytest.raises(NotReachable):
                 refused.models()
