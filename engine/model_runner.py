@@ -15,10 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from cluster.errors import ConfigError
 from cluster.kv_groups import KvGroup
-from engine.attention.cpu import CpuAttention
-from engine.attention.interface import Attention, AttentionBatch
+from engine.attention.interface import AttentionBatch
 from engine.attention.registry import Heads, choose_attention
 from engine.checkpoint import Checkpoint
 from engine.copies import upload
@@ -40,9 +38,6 @@ from engine.sampling.sampler import Sampler
 from engine.sampling.samples import Samples
 from engine.step_input import IntArray, StepInput
 from engine.tp import OrderedSums, TPGroup
-
-SOFT_CAPPED = ("cpu", "triton")
-"""Attention backends that take soft caps."""
 
 
 class StepOutput(NamedTuple):
@@ -104,11 +99,16 @@ class ModelRunner:
         num_heads = self.config.num_attention_heads // tp.size
         heads = Heads(num_heads, self._num_kv_heads, self.config.head_dim)
         self._attention, self.attention_reason = choose_attention(
-            attention, self.device, torch_dtype, products, block_size, self._kv_dtype, heads
+            attention,
+            self.device,
+            torch_dtype,
+            products,
+            block_size,
+            self._kv_dtype,
+            heads,
+            self.config.attention_extras,
         )
         """Who computes attention, and why: what `auto` timed, what cannot run here."""
-        if self.config.attention_softcap is not None:
-            _check_soft_caps(self._attention, deterministic)
         self.block_size = block_size or self._attention.block_size
         self.weight_form = choose_form(
             self.config, dtype=self.dtype, device=str(self.device), quantization=quantization, kernels=products
@@ -354,13 +354,3 @@ class ModelRunner:
     def _to_device(self, array: IntArray, dtype: type[np.int32] | type[np.int64]) -> torch.Tensor:
         """A copy, since arrays that came as bytes cannot be written and torch would warn."""
         return upload(array.astype(dtype), self.device)
-
-
-def _check_soft_caps(attention: Attention, deterministic: bool) -> None:
-    """Raises ConfigError where attention's scores cannot be capped."""
-    if attention.name not in SOFT_CAPPED:
-        raise ConfigError(
-            f"attention: {attention.name} takes no soft caps, which this model has; use {' or '.join(SOFT_CAPPED)}"
-        )
-    if deterministic and attention.name == CpuAttention.name:
-        raise ConfigError("engine.deterministic: soft caps, which this model has, need it to be false on a CPU")

@@ -142,7 +142,13 @@ def _attention(settings: WorkerSettings, device: str) -> dict[str, str]:
     kernels = TritonProducts(engine.deterministic) if device != "cpu" else None
     block_size = None if engine.block_size == "auto" else engine.block_size
     backend, why = choose_attention(
-        engine.attention, torch.device(device), dtype, kernels, block_size, getattr(torch, kv_dtype)
+        engine.attention,
+        torch.device(device),
+        dtype,
+        kernels,
+        block_size,
+        getattr(torch, kv_dtype),
+        extras=ModelConfig.from_folder(settings.model.path).attention_extras,
     )
     return {"name": backend.name, "why": why}
 

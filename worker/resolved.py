@@ -81,8 +81,9 @@ class Resolved:
         if engine.block_size != "auto":
             return engine.block_size
         dtype, kv_dtype = getattr(torch, self.dtype), getattr(torch, self.kv_dtype)
-        device = torch.device(self.device)
-        return choose_attention(engine.attention, device, dtype, self._kernels, kv_dtype=kv_dtype)[0].block_size
+        device, extras = torch.device(self.device), self.config.attention_extras
+        backend, _ = choose_attention(engine.attention, device, dtype, self._kernels, kv_dtype=kv_dtype, extras=extras)
+        return backend.block_size
 
     def led_by(self, start: rank_pb2.Start) -> Resolved:
         """The same with what rank 0 has resolved for all ranks."""

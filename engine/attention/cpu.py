@@ -70,6 +70,19 @@ class _Prefill:
     mask: torch.Tensor | None  # [Q, J] 0 or -inf
 
 
+@dataclass(frozen=True)
+class _Scoring:
+    """How a product of a query and a key becomes a score, as `CpuAttention` is asked."""
+
+    scale: float
+    soft_cap: float
+    sinks: torch.Tensor | None  # [Hq]
+
+    def sinks_of(self, num_kv_heads: int) -> torch.Tensor | None:
+        """[H, G, 1]"""
+        return None if self.sinks is None else self.sinks.view(num_kv_heads, -1, 1)
+
+
 class CpuAttention:
     """See the module's docstring; runs on any device and in any floating type. Not to be shared between threads."""
 
@@ -96,19 +109,21 @@ class CpuAttention:
         causal: bool = True,
         window_size: tuple[int, int] = (-1, -1),
         soft_cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`soft_cap`: scores become soft_cap * tanh(score / soft_cap), in plain torch; 0: they stay."""
-        window = (window_size[0], 0 if causal else window_size[1])
-        if self._kernels is not None and window[1] == 0 and not soft_cap:
-            return self._attend_in_place(self._kernels, q, (k, v), batch, softmax_scale, window)
+        """`soft_cap`: scores become soft_cap * tanh(score / soft_cap), 0: they stay. `sinks`, float32 [Hq]: a score of
+        each head that takes its share of the softmax and adds no value (arXiv 2309.17453)."""
+        window, scoring = (window_size[0], 0 if causal else window_size[1]), _Scoring(softmax_scale, soft_cap, sinks)
+        if self._kernels is not None and window[1] == 0:
+            return self._attend_in_place(self._kernels, q, (k, v), batch, scoring, window)
         groups = batch.once(("cpu decode", window), lambda: _decode_groups(batch, window, q.dtype))
         if len(groups) == 1 and groups[0].is_whole_batch:
-            return self._attend_group(q, k, v, groups[0], softmax_scale, soft_cap)
+            return self._attend_group(q, k, v, groups[0], scoring)
         out = torch.empty_like(q)
         for group in groups:
-            result = self._attend_group(q.index_select(0, group.rows), k, v, group, softmax_scale, soft_cap)
+            result = self._attend_group(q.index_select(0, group.rows), k, v, group, scoring)
             out.index_copy_(0, group.rows, result)
-        self._attend_prefills(q, k, v, batch, softmax_scale, window, out, soft_cap)
+        self._attend_prefills(q, k, v, batch, scoring, window, out)
         return out
 
     def _attend_in_place(
@@ -117,21 +132,22 @@ class CpuAttention:
         q: torch.Tensor,
         pages: tuple[torch.Tensor, torch.Tensor],
         batch: AttentionBatch,
-        scale: float,
+        scoring: _Scoring,
         window: tuple[int, int],
     ) -> torch.Tensor:
+        options = scoring.scale, window[0], scoring.soft_cap, scoring.sinks
         out = torch.empty(q.shape, dtype=q.dtype)
         alone = batch.once("cpu alone", lambda: _alone(batch, is_every=kernels.is_fixed))
         if alone is not None:
-            kernels.paged_attention(q, pages, alone.tables, alone.lengths, alone.rows, out, scale, window[0])
+            kernels.paged_attention(q, pages, alone.tables, alone.lengths, alone.rows, out, *options)
         if kernels.is_fixed:
             return out
         if not kernels.computes_prompts(q.dtype, q.shape[2]):
-            self._attend_prefills(q, *pages, batch, scale, window, out)
+            self._attend_prefills(q, *pages, batch, scoring, window, out)
             return out
         for prompt in batch.once("cpu prompts", lambda: _prompts(batch)):
             rows = slice(prompt.start, prompt.stop)
-            kernels.prompt_attention(q[rows], pages, prompt.table, prompt.num_keys, out[rows], scale, window[0])
+            kernels.prompt_attention(q[rows], pages, prompt.table, prompt.num_keys, out[rows], *options)
         return out
 
     def _attend_prefills(
@@ -140,16 +156,15 @@ class CpuAttention:
         k: torch.Tensor,
         v: torch.Tensor,
         batch: AttentionBatch,
-        scale: float,
+        scoring: _Scoring,
         window: tuple[int, int],
         out: torch.Tensor,
-        soft_cap: float = 0.0,
     ) -> None:
         for one in batch.once(("cpu prefill", window), lambda: _prefills(batch, window, q.dtype)):
-            out[one.start : one.stop] = self._attend_one(q[one.start : one.stop], k, v, one, scale, soft_cap)
+            out[one.start : one.stop] = self._attend_one(q[one.start : one.stop], k, v, one, scoring)
 
     def _attend_group(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: _DecodeGroup, scale: float, soft_cap: float
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: _DecodeGroup, scoring: _Scoring
     ) -> torch.Tensor:
         num_kv_heads, head_dim = k.shape[2], q.shape[2]
         shape = (group.size, -1, num_kv_heads, head_dim)
@@ -157,11 +172,11 @@ class CpuAttention:
             t.view(shape).transpose(1, 2) for t in self._gather(k, v, group.blocks, q.dtype)
         )  # [n, H, M, D]
         queries = q.view(group.size, num_kv_heads, -1, head_dim)  # [n, H, G, D]
-        out = _attend(queries, keys, values, group.mask, scale, soft_cap)
+        out = _attend(queries, keys, values, group.mask, scoring, scoring.sinks_of(num_kv_heads))
         return out.reshape(q.shape)
 
     def _attend_one(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, one: _Prefill, scale: float, soft_cap: float
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, one: _Prefill, scoring: _Scoring
     ) -> torch.Tensor:
         num_queries, num_heads, head_dim = q.shape
         num_kv_heads = k.shape[2]
@@ -172,7 +187,8 @@ class CpuAttention:
             pages.flatten(0, 1)[: one.num_keys].transpose(0, 1).unsqueeze(1).expand(shared)
             for pages in self._gather(k, v, one.blocks, q.dtype)
         )
-        out = _attend(queries, keys, values, one.mask, scale, soft_cap)
+        sinks = scoring.sinks_of(num_kv_heads)
+        out = _attend(queries, keys, values, one.mask, scoring, None if sinks is None else sinks.unsqueeze(-1))
         return out.permute(2, 0, 1, 3).reshape(q.shape)
 
     def _gather(
@@ -191,21 +207,34 @@ class CpuAttention:
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, soft_cap: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scoring: _Scoring,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """[.., Q, D] of [.., J, D]; without a mask each of the Q sees those up to its own of as many."""
-    if not soft_cap:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+    """[.., Q, D] of [.., J, D]; without a mask each of the Q sees those up to its own of as many. `sinks` is
+    [.., Q or 1, 1]."""
+    soft_cap = scoring.soft_cap
+    if not soft_cap and sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scoring.scale)
     pieces = []
     for first in range(0, q.shape[-2], _ROWS_AT_ONCE):
-        rows = q[..., first : first + _ROWS_AT_ONCE, :]
-        scores = torch.tanh(rows @ k.transpose(-1, -2) * (scale / soft_cap)) * soft_cap
+        rows = slice(first, first + _ROWS_AT_ONCE)
+        scores = q[..., rows, :] @ k.transpose(-1, -2) * scoring.scale
+        if soft_cap:
+            scores = torch.tanh(scores / soft_cap) * soft_cap
         if mask is None:
             later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(first + 1)
             scores = scores.masked_fill_(later, float("-inf"))
         else:
-            scores = scores + (mask[..., first : first + _ROWS_AT_ONCE, :] if mask.shape[-2] > 1 else mask)
-        pieces.append(torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype) @ v)
+            scores = scores + (mask[..., rows, :] if mask.shape[-2] > 1 else mask)
+        if sinks is not None:
+            of_rows = sinks[..., rows, :] if sinks.shape[-2] > 1 else sinks
+            scores = torch.cat([scores.float(), of_rows.expand(*scores.shape[:-1], 1)], dim=-1)
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32)[..., : k.shape[-2]]
+        pieces.append(weights.to(q.dtype) @ v)
     return torch.cat(pieces, dim=-2)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,8 @@ ATTENTION_BACKENDS: dict[str, Make] = {
     "cpu": lambda device, dtype, kernels: _cpu_backend(kernels),
 }
 """In the order in which `auto` prefers them where it does not time them; the last one runs everywhere."""
+TAKES_EXTRAS = ("triton", "cpu")
+"""Backends that take what only some models need: soft caps and attention sinks."""
 
 
 def choose_attention(
@@ -55,21 +57,22 @@ def choose_attention(
     block_size: int | None = None,
     kv_dtype: torch.dtype | None = None,
     heads: Heads | None = None,
+    extras: Sequence[str] = (),
 ) -> tuple[Attention, str]:
     """A backend and, in a few words, why it is this one. `block_size` is the pool's, by default the one that suits the
-    backend; `kv_dtype` as well, by default `dtype`.
+    backend; `kv_dtype` as well, by default `dtype`. `extras`: in words, what the model needs that not all of them take.
 
     `auto` takes one that reads such pages where they lie, without which no decode step becomes a CUDA graph: of several
     the fastest for `heads`, timed here, or without `heads` the first. If none does, the first that works. Raises
     ConfigError when the wanted one cannot run, naming why and what to use.
     """
     if wanted != "auto":
-        return _make(wanted, device, dtype, kernels), "asked for"
+        return _make(wanted, device, dtype, kernels, extras), "asked for"
     reasons: dict[str, None] = {}
     fitting: list[Attention] = []
     others: list[Attention] = []
     for name, make in ATTENTION_BACKENDS.items():
-        backend = make(device, dtype, kernels)
+        backend = _misfit(name, extras) or make(device, dtype, kernels)
         if isinstance(backend, str):
             reasons[backend] = None
         elif obstacle := backend.static_obstacle(block_size or backend.block_size, kv_dtype or dtype):
@@ -147,11 +150,20 @@ def _cpu_backend(kernels: Kernels | None) -> Attention | str:
     return unfixed(kernels) or CpuAttention()
 
 
-def _make(name: str, device: torch.device, dtype: torch.dtype, kernels: Kernels | None) -> Attention:
+def _misfit(name: str, extras: Sequence[str]) -> str:
+    """Why a backend does not fit a model that needs `extras`; empty if it does."""
+    return f"{name} takes no {' and no '.join(extras)}, which this model has" * (
+        name not in TAKES_EXTRAS and bool(extras)
+    )
+
+
+def _make(
+    name: str, device: torch.device, dtype: torch.dtype, kernels: Kernels | None, extras: Sequence[str]
+) -> Attention:
     if name not in ATTENTION_BACKENDS:
         names = ", ".join(("auto", *ATTENTION_BACKENDS))
         raise ConfigError(f"attention: {name!r} is unknown; use {names}")
-    backend = ATTENTION_BACKENDS[name](device, dtype, kernels)
+    backend = _misfit(name, extras) or ATTENTION_BACKENDS[name](device, dtype, kernels)
     if isinstance(backend, str):
         raise ConfigError(f"attention: {name} cannot run: {backend}; use auto or cpu")
     return backend

@@ -86,6 +86,8 @@ class ModelConfig:
     """The rope of layers with a window; None: that of the others."""
     attention_softcap: float | None = None
     """Attention's scores are bounded by it: c * tanh(score / c)."""
+    attention_sinks: bool = False
+    """Each query head has a score of its own that takes its share of attention's softmax and adds no value."""
     logit_softcap: float | None = None
     packing: Stored | None = None
     """How its checkpoint stores the linear layers; None: as plain weights."""
@@ -101,6 +103,12 @@ class ModelConfig:
         """The names of the fields by which this model computes something that not every model does."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _COMMON}
         return frozenset(name for name, value in values.items() if _is_used(value))
+
+    @property
+    def attention_extras(self) -> tuple[str, ...]:
+        """What it needs, in words, that not every attention backend takes."""
+        needs = {"soft caps": self.attention_softcap is not None, "attention sinks": self.attention_sinks}
+        return tuple(name for name, is_needed in needs.items() if is_needed)
 
     @property
     def layer_kinds(self) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from engine.attention.interface import Attention, AttentionBatch
+from engine.checkpoint import TensorSlice
 from engine.kv.pool import KvCache
 from engine.layers.experts import RoutedExperts
 from engine.layers.linear import (
@@ -91,7 +92,12 @@ class SelfAttention:
         window = config.layer_windows[layer]
         self._rope = int(window is not None and config.local_rope is not None)
         self._scale = (config.query_scalar or config.head_dim) ** -0.5
-        self._caps: dict[str, Any] = {} if config.attention_softcap is None else {"soft_cap": config.attention_softcap}
+        self.sinks = self._load_sinks(config, name, heads, loader) if config.attention_sinks else None  # float32 [Hq]
+        self._extras: dict[str, Any] = (
+            {} if config.attention_softcap is None else {"soft_cap": config.attention_softcap}
+        )
+        if self.sinks is not None:
+            self._extras["sinks"] = self.sinks
         self.window_size = (-1, -1) if window is None else (window - 1, 0)
 
     def __call__(self, x: Rows, context: StepContext) -> torch.Tensor:
@@ -115,13 +121,17 @@ class SelfAttention:
             context.batches[self.group],
             softmax_scale=self._scale,
             window_size=self.window_size,
-            **self._caps,
+            **self._extras,
         )
         return self.out(out.flatten(1))
 
     def _projection(self, name: str, total: int, heads: range) -> Projection:
         size = self._head_dim
         return Projection(name, total * size, range(heads.start * size, heads.stop * size))
+
+    def _load_sinks(self, config: ModelConfig, name: str, heads: range, loader: Loader) -> torch.Tensor:
+        part = TensorSlice(f"{name}.sinks", (config.num_attention_heads,), 0, heads.start, heads.stop)
+        return loader.stack([part]).float()
 
     def _load_head_norm(self, config: ModelConfig, name: str, loader: Loader) -> torch.Tensor:
         """One row for each head, query heads first, so that both norms are one product."""

@@ -35,7 +35,7 @@ _PAGE_SIGNATURES: dict[str, list[Any]] = {
     "rotate_and_store": [_POINTER, _POINTER, _FLOAT, *[_POINTER] * 5, *[_COUNT] * 4],
     "paged_attention": [
         *[_POINTER, _COUNT, _POINTER, _POINTER, _POINTER, _COUNT, _POINTER, _POINTER, _POINTER],
-        *[*[_COUNT] * 5, _FLOAT, _COUNT],
+        *[*[_COUNT] * 5, _FLOAT, _COUNT, _FLOAT, _POINTER],
     ],
 }
 
@@ -71,7 +71,8 @@ class Native:
         self._has_prompts = bool(self._library.baton_has_bf16_dot())
         if self._has_prompts:
             pages = [_POINTER, _POINTER, _FLAG, _POINTER, _POINTER]
-            self._prompt = self._bind("prompt_attention", [_POINTER, _COUNT, *pages, *[_COUNT] * 6, _FLOAT, _COUNT])
+            tail = [*[_COUNT] * 6, _FLOAT, _COUNT, _FLOAT, _POINTER]
+            self._prompt = self._bind("prompt_attention", [_POINTER, _COUNT, *pages, *tail])
 
     def fixed(self) -> Native:
         """Returns the same library, for a model whose rows are to have the same bits in any step."""
@@ -143,12 +144,15 @@ class Native:
         out: Tensor,
         scale: float,
         window: int,
+        soft_cap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> None:
         """Writes, for S sequences, what token `rows[s]` of q sees: its own and the keys before it.
 
         q and out are [T, Hq, D], tables int32 [S, B], lengths int32 [S] in tokens, rows int64 [S]; `window` is how many
         keys before its own it sees, -1 for all. Pages may be `engine.kv.pool.encode`d. Reads no key that is not asked
-        for.
+        for. `soft_cap`: scores become soft_cap * tanh(score / soft_cap), 0: they stay. `sinks`, float32 [Hq]: a score
+        of each head whose key has no value.
         """
         k, v = pages
         _, block_size, num_kv_heads, _ = k.shape
@@ -169,6 +173,8 @@ class Native:
             block_size,
             scale,
             window,
+            soft_cap,
+            _address(sinks),
         )
 
     def computes_prompts(self, dtype: torch.dtype, head_dim: int) -> bool:
@@ -184,10 +190,12 @@ class Native:
         out: Tensor,
         scale: float,
         window: int,
+        soft_cap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> None:
         """Writes what the newest Q tokens of a sequence of `num_keys` see: their own and the keys before them.
 
-        q and out are [Q, Hq, D], table int32 [B]; pages and `window` as for `paged_attention`.
+        q and out are [Q, Hq, D], table int32 [B]; the rest is as for `paged_attention`.
         """
         k, v = pages
         _, block_size, num_kv_heads, _ = k.shape
@@ -208,6 +216,8 @@ class Native:
             block_size,
             scale,
             window,
+            soft_cap,
+            _address(sinks),
         )
 
     def linear(

@@ -70,9 +70,12 @@ struct Pages {
   const P* values;
   int64_t q_heads, kv_heads, dim, block_size;
   float scale;
-  int64_t window;  // keys before its own that a token sees; -1 for all
+  int64_t window;      // keys before its own that a token sees; -1 for all
+  float soft_cap;      // scores become soft_cap * tanh(score / soft_cap); 0: they stay
+  const float* sinks;  // [Hq] or null: a score of each head whose key has no value
 
   int64_t group() const { return q_heads / kv_heads; }
+  const float* sinks_from(int64_t kv_head) const { return sinks ? sinks + kv_head * group() : nullptr; }
 };
 
 // What a thread needs for some query heads.
@@ -82,15 +85,23 @@ struct Scratch {
   Scratch(int64_t heads, int64_t dim)
       : query(heads * dim), sum(heads * dim), scores(heads * kChunk), keys(kChunk * dim), best(heads), total(heads) {}
 
-  void clear() {
+  // `sinks`: those of as many heads, or null.
+  void clear(const float* sinks, int64_t heads) {
     std::fill(sum.begin(), sum.end(), 0.0f);
     std::fill(best.begin(), best.end(), -1e30f);
-    std::fill(total.begin(), total.end(), 0.0f);
+    std::fill(total.begin(), total.end(), sinks ? 1.0f : 0.0f);
+    if (sinks) std::copy(sinks, sinks + heads, best.begin());
   }
 
   // The scores of a head's newest `count` keys become what their values are times; its sum so far is scaled to match.
-  void soften(int64_t head, int64_t count, float scale, int64_t dim) {
+  void soften(int64_t head, int64_t count, float scale, float soft_cap, int64_t dim) {
     float* of = &scores[head * kChunk];
+    if (soft_cap != 0.0f) {
+      const float twice = 2.0f * scale / soft_cap;
+#pragma omp simd
+      for (int64_t j = 0; j < count; ++j) of[j] = soft_cap - 2.0f * soft_cap / (std::exp(of[j] * twice) + 1.0f);
+      scale = 1.0f;
+    }
     float most = -1e30f;
 #pragma omp simd reduction(max : most)
     for (int64_t j = 0; j < count; ++j) most = std::max(most, of[j]);
@@ -183,14 +194,14 @@ void attend_head(const Pages<P>& pages, const T* q, const int32_t* table, int64_
     load_heads(from, table, start, count, pages.kv_heads, head, dim, pages.block_size, s.keys.data());
   };
   widen(q, s.query.data(), group * dim);
-  s.clear();
+  s.clear(pages.sinks_from(head), group);
   for (int64_t start = first; start < end; start += kChunk) {
     const int64_t count = std::min(kChunk, end - start);
     load(pages.keys, start, count);
     by_fours(group, [&](int64_t g, auto heads) {
       score<heads.value>(&s.query[g * dim], s.keys.data(), &s.scores[g * kChunk], count, dim);
     });
-    for (int64_t g = 0; g < group; ++g) s.soften(g, count, pages.scale, dim);
+    for (int64_t g = 0; g < group; ++g) s.soften(g, count, pages.scale, pages.soft_cap, dim);
     load(pages.values, start, count);
     by_fours(group, [&](int64_t g, auto heads) {
       mix<heads.value>(&s.scores[g * kChunk], s.keys.data(), &s.sum[g * dim], count, dim);
@@ -246,7 +257,7 @@ void attend_heads(const Pages<bfloat16>& pages, const bfloat16* q, const int32_t
       offsets[j] = (table[key / pages.block_size] * pages.block_size + key % pages.block_size) * token + head * D;
     }
   };
-  s.clear();
+  s.clear(pages.sinks_from(head), (last - head) * group);
   locate(first, here);
   for (int64_t j = 0; j < std::min(kChunk, end - first); ++j) ask_for(pages.keys + here[j], bytes);
   for (int64_t start = first; start < end; start += kChunk) {
@@ -256,7 +267,7 @@ void attend_heads(const Pages<bfloat16>& pages, const bfloat16* q, const int32_t
       by_fours(group, [&](int64_t g, auto heads) {
         const int64_t row = h * group + g;
         score_pairs<heads.value, D>(q + row * D, pages.keys + h * D, here, &s.scores[row * kChunk]);
-        for (int64_t i = row; i < row + heads.value; ++i) s.soften(i, count, pages.scale, D);
+        for (int64_t i = row; i < row + heads.value; ++i) s.soften(i, count, pages.scale, pages.soft_cap, D);
       });
     if (more > 0) locate(start + kChunk, after);
     for (int64_t j = 0; j < more; ++j) ask_for(pages.keys + after[j], bytes);

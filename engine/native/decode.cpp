@@ -111,7 +111,8 @@ template <typename P>
 void attend_all(const Model& m, const Layer& layer, const Room& r, const Batch& b, Scratch& scratch, int64_t at_once) {
   auto* keys = static_cast<P*>(layer.keys);
   auto* values = static_cast<P*>(layer.values);
-  const Pages<P> pages{keys, values, m.q_heads, m.kv_heads, m.dim, m.block_size, m.scale, layer.window};
+  const Pages<P> pages{keys, values, m.q_heads, m.kv_heads, m.dim, m.block_size, m.scale,
+                       layer.window, 0.0f, nullptr};
   const int64_t group = pages.group(), parts = (m.kv_heads + at_once - 1) / at_once;
   const int64_t width = (m.q_heads + 2 * m.kv_heads) * m.dim;
 #pragma omp for schedule(dynamic, 1)

@@ -34,9 +34,10 @@ extern "C" {
   void baton_paged_attention_##NAME(const void* q, int64_t q_stride, const void* k_pages, const void* v_pages,        \
                                     const int32_t* tables, int64_t table_width, const int32_t* lengths,               \
                                     const int64_t* rows, void* out, int64_t sequences, int64_t q_heads,               \
-                                    int64_t kv_heads, int64_t dim, int64_t block_size, float scale, int64_t window) { \
+                                    int64_t kv_heads, int64_t dim, int64_t block_size, float scale, int64_t window,   \
+                                    float soft_cap, const float* sinks) {                                             \
     const Pages<P> pages{static_cast<const P*>(k_pages), static_cast<const P*>(v_pages), q_heads, kv_heads, dim,     \
-                         block_size, scale, window};                                                                  \
+                         block_size, scale, window, soft_cap, sinks};                                                 \
     paged_attention(pages, static_cast<const T*>(q), q_stride, tables, table_width, lengths, rows,                    \
                     static_cast<T*>(out), sequences);                                                                 \
   }

@@ -45,6 +45,18 @@ inline __m512 power_of_2(__m512 x) {
   return _mm512_scalef_ps(sum, whole);
 }
 
+// How a product of a query and a key becomes a score, a power of 2.
+struct Scores {
+  float scale, soft_cap;  // as of the natural exponential function; 0: no cap
+
+  __m512 of(__m512 product) const {
+    if (soft_cap == 0.0f) return _mm512_mul_ps(product, _mm512_set1_ps(scale * kLog2E));
+    const __m512 one = _mm512_set1_ps(1.0f), cap = _mm512_set1_ps(soft_cap * kLog2E);
+    const __m512 grown = power_of_2(_mm512_mul_ps(product, _mm512_set1_ps(2.0f * kLog2E * scale / soft_cap)));
+    return _mm512_sub_ps(cap, _mm512_div_ps(_mm512_add_ps(cap, cap), _mm512_add_ps(grown, one)));
+  }
+};
+
 // Rows of one KV head, and what is known of each so far.
 struct Tile {
   int64_t dim;
@@ -60,20 +72,23 @@ struct Tile {
         sums(new float[rows * dim]),
         totals(new float[rows * 16]) {}
 
-  void clear(int64_t rows) {
+  // `sink_of(row)`: the score of a key without a value, or nothing seen yet.
+  template <typename SinkOf>
+  void clear(int64_t rows, bool has_sinks, SinkOf&& sink_of) {
     std::fill_n(sums.get(), rows * dim, 0.0f);
     std::fill_n(totals.get(), rows * 16, 0.0f);
     std::fill_n(best, rows, -1e30f);
+    for (int64_t row = 0; has_sinks && row < rows; ++row) best[row] = sink_of(row) * kLog2E, totals[row * 16] = 1.0f;
   }
 
   // Scores of a row become what the values are times; what it has so far is scaled to match.
-  void soften(int64_t row, const __m512i* scores, float scale, bfloat16* to) {
-    const __m512 least = _mm512_set1_ps(-1e30f), times = _mm512_set1_ps(scale);
+  void soften(int64_t row, const __m512i* products, const Scores& scores, bfloat16* to) {
+    const __m512 least = _mm512_set1_ps(-1e30f);
     __mmask16 mask[kVectors];
     __m512 x[kVectors];
     for (int v = 0; v < kVectors; ++v) {
       mask[v] = static_cast<__mmask16>(seen[row] >> (16 * v));
-      x[v] = _mm512_mask_mul_ps(least, mask[v], _mm512_castsi512_ps(scores[v]), times);
+      x[v] = _mm512_mask_mov_ps(least, mask[v], scores.of(_mm512_castsi512_ps(products[v])));
     }
     const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(x[0], x[1]), _mm512_max_ps(x[2], x[3])));
     __m512 total = _mm512_loadu_ps(&totals[row * 16]);
@@ -95,11 +110,11 @@ struct Tile {
 
   // C rows from `row` on, over one packed chunk.
   template <int C>
-  void attend(int64_t row, const bfloat16* keys, const bfloat16* values, float scale) {
+  void attend(int64_t row, const bfloat16* keys, const bfloat16* values, const Scores& scores) {
     Sums found = {};
     const auto bytes = [](const bfloat16* from) { return reinterpret_cast<const char*>(from); };
     dot<Pairs, C>(bytes(&heads[row * dim]), 2 * dim, bytes(keys), 4 * kChunk, dim / 2, found);
-    for (int c = 0; c < C; ++c) soften(row + c, found[c], scale, &weights[c * kChunk]);
+    for (int c = 0; c < C; ++c) soften(row + c, found[c], scores, &weights[c * kChunk]);
     for (int64_t i = 0; i < dim; i += kColumns) {
       for (int c = 0; c < C; ++c) std::memcpy(found[c], &sums[(row + c) * dim + i], sizeof found[c]);
       dot<Pairs, C>(bytes(weights.get()), 2 * kChunk, bytes(values + 2 * i), 4 * dim, kChunk / 2, found);
@@ -107,17 +122,17 @@ struct Tile {
     }
   }
 
-  void attend_all(int64_t rows, const bfloat16* keys, const bfloat16* values, float scale) {
+  void attend_all(int64_t rows, const bfloat16* keys, const bfloat16* values, const Scores& scores) {
     const int64_t turns = (rows + kMostRows - 1) / kMostRows;
     for (int64_t turn = 0; turn < turns; ++turn) {
       const int64_t row = rows * turn / turns;
       switch (rows * (turn + 1) / turns - row) {
-        case 1: attend<1>(row, keys, values, scale); break;
-        case 2: attend<2>(row, keys, values, scale); break;
-        case 3: attend<3>(row, keys, values, scale); break;
-        case 4: attend<4>(row, keys, values, scale); break;
-        case 5: attend<5>(row, keys, values, scale); break;
-        default: attend<kMostRows>(row, keys, values, scale);
+        case 1: attend<1>(row, keys, values, scores); break;
+        case 2: attend<2>(row, keys, values, scores); break;
+        case 3: attend<3>(row, keys, values, scores); break;
+        case 4: attend<4>(row, keys, values, scores); break;
+        case 5: attend<5>(row, keys, values, scores); break;
+        default: attend<kMostRows>(row, keys, values, scores);
       }
     }
   }
@@ -140,7 +155,7 @@ inline uint64_t seen_by(int64_t position, int64_t first, int64_t window) {
 template <typename P>
 void prompt_attention(const bfloat16* q, int64_t q_stride, const P* k_pages, const P* v_pages, const int32_t* table,
                       bfloat16* out, int64_t queries, int64_t keys, int64_t q_heads, int64_t kv_heads, int64_t dim,
-                      int64_t block_size, float scale, int64_t window) {
+                      int64_t block_size, const Scores& scores, int64_t window, const float* sinks) {
   const int64_t group = q_heads / kv_heads, cells = kChunk * dim;
   const int64_t oldest_key = window < 0 ? 0 : std::max<int64_t>(0, keys - queries - window) / kChunk * kChunk;
   const int64_t chunks = (keys - oldest_key + kChunk - 1) / kChunk;
@@ -168,13 +183,13 @@ void prompt_attention(const bfloat16* q, int64_t q_stride, const P* k_pages, con
       const auto head_of = [&](int64_t r) { return h * group + first_head + r % heads; };
       for (int64_t r = 0; r < count; ++r)
         std::memcpy(&tile.heads[r * dim], q + query_of(r) * q_stride + head_of(r) * dim, dim * sizeof(bfloat16));
-      tile.clear(count);
+      tile.clear(count, sinks, [&](int64_t r) { return sinks[head_of(r)]; });
       const int64_t before = keys - queries, newest = before + query_of(count - 1);
       const int64_t oldest = window < 0 ? 0 : std::max<int64_t>(0, before + first_query - window);
       for (int64_t c = (oldest - oldest_key) / kChunk; oldest_key + c * kChunk <= newest; ++c) {
         for (int64_t r = 0; r < count; ++r) tile.seen[r] = seen_by(before + query_of(r), oldest_key + c * kChunk, window);
         const bfloat16* from = &packed[(h * chunks + c) * 2 * cells];
-        tile.attend_all(count, from, from + cells, scale * kLog2E);
+        tile.attend_all(count, from, from + cells, scores);
       }
       for (int64_t r = 0; r < count; ++r) tile.finish(r, out + (query_of(r) * q_heads + head_of(r)) * dim);
     }
@@ -198,10 +213,11 @@ int baton_has_bf16_dot() {
 #ifdef HAS_BF16_DOT
 void baton_prompt_attention(const void* q, int64_t q_stride, const void* k_pages, const void* v_pages, int is_int8,
                             const int32_t* table, void* out, int64_t queries, int64_t keys, int64_t q_heads,
-                            int64_t kv_heads, int64_t dim, int64_t block_size, float scale, int64_t window) {
+                            int64_t kv_heads, int64_t dim, int64_t block_size, float scale, int64_t window,
+                            float soft_cap, const float* sinks) {
   const auto attend_pages = [&](const auto* k, const auto* v) {
     prompt_attention(static_cast<const bfloat16*>(q), q_stride, k, v, table, static_cast<bfloat16*>(out), queries, keys,
-                     q_heads, kv_heads, dim, block_size, scale, window);
+                     q_heads, kv_heads, dim, block_size, {scale, soft_cap}, window, sinks);
   };
   if (is_int8) {
     attend_pages(static_cast<const int8_t*>(k_pages), static_cast<const int8_t*>(v_pages));

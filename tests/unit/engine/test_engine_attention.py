@@ -41,25 +41,34 @@ class Problem:
     batch: AttentionBatch
 
 
-def _problem(lengths: list[tuple[int, int]], block_size: int, dtype: torch.dtype = torch.float32) -> Problem:
+def _problem(
+    lengths: list[tuple[int, int]], block_size: int, dtype: torch.dtype = torch.float32, head_dim: int = HEAD_DIM
+) -> Problem:
     """Sequences of (new tokens, all tokens) over scattered blocks; what no sequence owns is large, to show."""
     generator = torch.Generator().manual_seed(3)
     free = iter(np.random.default_rng(3).permutation(np.arange(1, NUM_BLOCKS)).tolist())
     slices = []
-    pages = [torch.full((NUM_BLOCKS, block_size, KV_HEADS, HEAD_DIM), 50.0) for _ in "kv"]
+    pages = [torch.full((NUM_BLOCKS, block_size, KV_HEADS, head_dim), 50.0) for _ in "kv"]
     for num_queries, num_keys in lengths:
         table = tuple(next(free) for _ in range(-(-num_keys // block_size)))
         for position in range(num_keys):
             for page in pages:
-                new = torch.randn((KV_HEADS, HEAD_DIM), generator=generator)
+                new = torch.randn((KV_HEADS, head_dim), generator=generator)
                 page[table[position // block_size], position % block_size] = new
         slices.append(SequenceSlice((1,) * num_queries, num_keys - num_queries, table, wants_logits=True))
     step = build_step(slices, block_size)
-    q = torch.randn((len(step.token_ids), HEADS, HEAD_DIM), generator=generator)
+    q = torch.randn((len(step.token_ids), HEADS, head_dim), generator=generator)
     return Problem(q.to(dtype), *(page.to(dtype) for page in pages), AttentionBatch(step, block_size, CPU))
 
 
-def _by_definition(problem: Problem, scale: float, causal: bool, window: tuple[int, int]) -> torch.Tensor:
+def _by_definition(
+    problem: Problem,
+    scale: float,
+    causal: bool,
+    window: tuple[int, int],
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     step, block_size = problem.batch.step, problem.batch.block_size
     out = torch.empty_like(problem.q, dtype=torch.float32)
     for s, num_keys in enumerate(step.seqlens_k.tolist()):
@@ -77,7 +86,11 @@ def _by_definition(problem: Problem, scale: float, causal: bool, window: tuple[i
             for head in range(HEADS):
                 own = head // (HEADS // KV_HEADS)
                 scores = keys[first : last + 1, own] @ problem.q[row, head].float() * scale
-                out[row, head] = scores.softmax(0) @ values[first : last + 1, own]
+                if soft_cap:
+                    scores = soft_cap * (scores / soft_cap).tanh()
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks[head : head + 1]])
+                out[row, head] = scores.softmax(0)[: last + 1 - first] @ values[first : last + 1, own]
     return out
 
 
@@ -126,6 +139,43 @@ def test_the_cpu_backend_computes_in_sixteen_bits(kernels: Native | None, dtype:
 
     assert out.dtype == dtype
     assert torch.allclose(out.float(), _by_definition(problem, 0.35, True, (-1, -1)), atol=0.03)
+
+
+@pytest.mark.parametrize("is_fixed", [False, True])
+@pytest.mark.parametrize("window", [(-1, -1), (4, 0), (100, 0)])
+@pytest.mark.parametrize(("soft_cap", "has_sinks"), [(1.5, True), (0.0, True), (1.5, False)])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [(torch.float32, 8), (torch.bfloat16, 64), (torch.bfloat16, 128), (torch.bfloat16, 80)]
+)
+def test_sinks_and_soft_caps_are_those_of_the_definition(
+    kernels: Native | None,
+    dtype: torch.dtype,
+    head_dim: int,
+    soft_cap: float,
+    has_sinks: bool,
+    window: tuple[int, int],
+    is_fixed: bool,
+) -> None:
+    """Sinks of which one outweighs every key, and one nothing."""
+    if is_fixed and kernels is None:
+        pytest.skip("only kernels are fixed")
+    problem = _problem(BATCHES["everything at once"], 16, dtype, head_dim)
+    sinks = torch.tensor([0.5, -40.0, 40.0, 0.0, 2.0, -1.0]) if has_sinks else None
+
+    backend = CpuAttention(kernels.fixed() if is_fixed and kernels is not None else kernels)
+    out = backend(
+        problem.q,
+        problem.k,
+        problem.v,
+        problem.batch,
+        softmax_scale=head_dim**-0.5,
+        window_size=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+    )
+
+    wanted = _by_definition(problem, head_dim**-0.5, True, window, soft_cap, sinks)
+    assert torch.allclose(out.float(), wanted, atol=1e-5 if dtype == torch.float32 else 0.03)
 
 
 def test_a_decode_batch_that_exceeds_the_kept_memory_is_computed_in_parts(

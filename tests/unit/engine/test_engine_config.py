@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -179,16 +178,11 @@ def test_a_gemma_that_would_be_computed_wrongly_is_refused(
         ModelConfig.from_folder(_edit(make_checkpoint("gemma3", tmp_path), **changes))
 
 
-def test_soft_caps_are_refused_where_attention_does_not_take_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_soft_caps_are_refused_where_attention_does_not_take_them(tmp_path: Path) -> None:
     folder = make_checkpoint("gemma2", tmp_path)
-    with pytest.raises(ConfigError, match="need it to be false on a CPU"):
-        make_runner(folder, deterministic=True)
-    varlen = SimpleNamespace(name="varlen", block_size=16)
-    monkeypatch.setattr("engine.model_runner.choose_attention", lambda *_: (varlen, "for this test"))
-    with pytest.raises(ConfigError, match="varlen takes no soft caps, which this model has; use cpu or triton"):
-        make_runner(folder)
+
+    with pytest.raises(ConfigError, match="varlen takes no soft caps, which this model has; use auto or cpu"):
+        make_runner(folder, attention="varlen")
 
 
 def test_a_folder_without_a_readable_config_is_refused(tmp_path: Path) -> None:
