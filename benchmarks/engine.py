@@ -36,8 +36,8 @@ from cluster.program import ExitCode
 from engine.attention import cpu
 from engine.model_cost import ModelFlops, multiplied_elements
 from engine.model_runner import ModelRunner, StepOutput
-from engine.models.config import ModelConfig
-from engine.models.decoder import layer_matrices
+from engine.models.folder import read_model
+from engine.models.shapes import layer_matrices
 from engine.native.decode_step import DecodeStep
 from engine.quantization.fp8 import Fp8Matrix, ScaledFp8Matrix
 from engine.quantization.integers import QuantizedMatrix
@@ -104,7 +104,7 @@ class Bench:
     ) -> None:
         """`block_size`: None for what suits the attention. `wanted`: dtype and so on, as for ModelRunner."""
         self._chunk, self._context = chunk, context
-        self.config = ModelConfig.from_folder(folder)
+        self.config = read_model(folder)
         self._sampler = Sampler(self.config.vocab_size, wanted.get("kernels", "auto"))
         wanted = {"device": "cpu", "dtype": "auto", "block_size": block_size, "sampler": self._sampler, **wanted}
         self.runner = ModelRunner(folder, tp=SingleGroup(), **wanted)

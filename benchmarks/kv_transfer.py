@@ -36,7 +36,7 @@ from benchmarks.plain_cluster import ROOT, ProgramFailed
 from benchmarks.worker_pair import running_pair
 from cluster.errors import BatonError
 from cluster.program import ExitCode
-from engine.models.config import ModelConfig
+from engine.models.folder import read_model
 
 BUNDLED_MODEL = ROOT / "models" / "tiny-shakespeare"
 DEFAULT_CHUNK = 256
@@ -156,7 +156,7 @@ def measure_bandwidth(plan: kv_bandwidth.Plan, runs: int, progress: Progress, re
 
 
 def measure_exposed(model: Path, prompt_sizes: list[int], runs: int, progress: Progress, results: Results) -> None:
-    vocab_size = ModelConfig.from_folder(model).vocab_size
+    vocab_size = read_model(model).vocab_size
     with running_pair(model, max_model_len=max(prompt_sizes) + OUTPUT_TOKENS) as pair:
         hand_offs = HandOffs(pair, vocab_size)
         hand_offs.one(min(prompt_sizes))  # makes the pair, and warms up
@@ -165,7 +165,7 @@ def measure_exposed(model: Path, prompt_sizes: list[int], runs: int, progress: P
 
 
 def measure_handoff(num_commits: int, num_cancels: int, progress: Progress, results: Results) -> None:
-    vocab_size = ModelConfig.from_folder(BUNDLED_MODEL).vocab_size
+    vocab_size = read_model(BUNDLED_MODEL).vocab_size
     with running_pair(BUNDLED_MODEL, max_model_len=CANCELLED_PROMPT + CANCELLED_OUTPUT) as pair:
         hand_offs = HandOffs(pair, vocab_size)
         hand_offs.one(CANCELLED_PROMPT)
@@ -182,7 +182,7 @@ def _check(chunk_sizes: list[int], num_tokens: int) -> None:
 
 
 def _check_prompts(model: Path, prompt_sizes: list[int]) -> None:
-    limit = ModelConfig.from_folder(model).max_position_embeddings - OUTPUT_TOKENS
+    limit = read_model(model).max_position_embeddings - OUTPUT_TOKENS
     if max(prompt_sizes) > limit:
         raise typer.BadParameter(f"--prompt-tokens {max(prompt_sizes)}: this model takes at most {limit}")
 

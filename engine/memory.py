@@ -140,7 +140,7 @@ class MemoryDemand:
         """The tables of rotary positions, and on a GPU what is taken while serving beside activations and pool, the
         block with which graphs pad their steps among it."""
         table = 2 * self.config.max_position_embeddings * self.config.head_dim * self.form.element_type.itemsize
-        rope = table if self.config.local_rope is None else 2 * table
+        rope = len(self.config.ropes) * table
         if not self.device.startswith("cuda"):
             return rope
         logits = _GRAPH_LOGITS * self.max_num_seqs * self.config.vocab_size * torch.float32.itemsize

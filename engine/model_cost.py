@@ -22,8 +22,8 @@ import torch
 from cluster.kv_groups import num_rows
 from engine.kv.pool import cell_size
 from engine.models.config import ModelConfig
-from engine.models.decoder import MatrixShape, layer_matrices, layer_vector_elements, vocabulary_matrix
 from engine.models.experts import ExpertsConfig
+from engine.models.shapes import MatrixShape, layer_matrices, layer_vector_elements, vocabulary_matrix
 from engine.native.structures import INT4_ZEROS, INT8
 from engine.quantization.integers import multiplies_quantized, stored_bytes
 from engine.quantization.interface import Kernels, TritonProducts, weight_formats

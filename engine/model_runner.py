@@ -28,8 +28,8 @@ from engine.layers.ops import choose_ops
 from engine.layers.rope import RopeTable
 from engine.memory import resolve_device, resolve_dtype, resolve_kv_dtype
 from engine.model_cost import choose_form
-from engine.models.config import ModelConfig
 from engine.models.decoder import UNUSED_TENSORS, Decoder, StepContext
+from engine.models.folder import read_model
 from engine.native import Native
 from engine.native.decode_step import choose_decode_step
 from engine.sampling.params import SampleRow
@@ -81,7 +81,7 @@ class ModelRunner:
 
         `open_weights` opens the weights, by default those of the folder's files.
         """
-        self.config = ModelConfig.from_folder(model_path)
+        self.config = read_model(model_path)
         self.config.check_tp_size(tp.size)
         tp = OrderedSums(tp) if deterministic and tp.size > 1 else tp
         self._tp = tp
@@ -179,9 +179,8 @@ class ModelRunner:
         """`has_scratch`: one more block, which belongs to no sequence."""
         config, head_dim = self.config, self.config.head_dim
         self._num_blocks = num_blocks
-        ropes = [config.rope] if config.local_rope is None else [config.rope, config.local_rope]
         dtype = getattr(torch, self.dtype)
-        self._ropes = [RopeTable(rope, head_dim, num_positions, self.device, dtype) for rope in ropes]
+        self._ropes = [RopeTable(rope, head_dim, num_positions, self.device, dtype) for rope in config.ropes]
         self._kv = KvCache(
             groups,
             num_blocks + has_scratch,

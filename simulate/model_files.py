@@ -9,11 +9,11 @@ from cluster.config.choices import QuantizationName
 from cluster.config.source import nearest
 from cluster.errors import CheckpointError, ConfigError
 from engine.json_fields import Fields, read_json
-from engine.models.registry import FAMILIES, ModelFamily
+from engine.models.config import ModelConfig
+from engine.models.registry import FAMILIES, read_config
 from simulate.known_models import KNOWN_MODELS
 from simulate.shapes import ExpertsShape, LatentShape, ModelShape
 
-_ANY_FAMILY = ModelFamily(reads_attention_bias=True, reads_mlp_bias=True)
 _NOT_GATED = ("OPT", "Bloom", "GPT2", "GPTNeoX", "GPTJ", "GPTBigCode", "Falcon", "Phi", "MPT", "Starcoder2")
 """Families, by how their architectures begin, whose MLP has two matrices of, mostly, four times the hidden size."""
 _GATED = ("Phi3", "PhiMoE")
@@ -56,10 +56,10 @@ def read_shape(values: dict[str, Any], where: str, name: str) -> ModelShape:
         values = values if found is None else {**values, field: found}
     fields = Fields(values, where)
     architecture = str((values.get("architectures") or [""])[0])
-    family = FAMILIES.get(architecture, _ANY_FAMILY)
+    served = _served(fields)
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     is_gated = architecture.startswith(_GATED) or not architecture.startswith(_NOT_GATED)
-    has_bias = family.reads_attention_bias and fields.flag("attention_bias")
+    has_bias = fields.flag("attention_bias")
     shape = ModelShape(
         name=name,
         dtype=_dtype(fields, where),
@@ -69,16 +69,16 @@ def read_shape(values: dict[str, Any], where: str, name: str) -> ModelShape:
         num_hidden_layers=fields.size("num_hidden_layers"),
         num_attention_heads=heads,
         num_key_value_heads=1 if fields.flag("multi_query") else fields.size("num_key_value_heads", heads),
-        head_dim=fields.size("head_dim", family.default_head_dim or max(1, hidden // heads)),
+        head_dim=served.head_dim if served else fields.size("head_dim", max(1, hidden // heads)),
         vocab_size=fields.size("vocab_size"),
         max_position_embeddings=fields.size("max_position_embeddings"),
-        tie_word_embeddings=fields.flag("tie_word_embeddings"),
+        tie_word_embeddings=served.tie_word_embeddings if served else fields.flag("tie_word_embeddings"),
         is_served=architecture in FAMILIES,
         is_gated=is_gated,
-        has_qk_norm=family.qk_norm,
-        has_qkv_bias=family.has_qkv_bias or has_bias,
-        has_output_bias=has_bias,
-        has_mlp_bias=family.reads_mlp_bias and fields.flag("mlp_bias"),
+        has_qk_norm=served is not None and served.qk_norm,
+        has_qkv_bias=served.attention_bias if served else has_bias,
+        has_output_bias=served.attention_output_bias if served else has_bias,
+        has_mlp_bias=served.mlp_bias if served else fields.flag("mlp_bias"),
         experts=_experts(fields),
         latent=_latent(fields),
     )
@@ -87,6 +87,14 @@ def read_shape(values: dict[str, Any], where: str, name: str) -> ModelShape:
             f"{where}: num_key_value_heads {shape.num_key_value_heads} does not divide num_attention_heads {heads}"
         )
     return shape
+
+
+def _served(fields: Fields) -> ModelConfig | None:
+    """The model as it is served; None where it is not, in all or with some option."""
+    try:
+        return read_config(fields)
+    except CheckpointError:
+        return None
 
 
 def _refuse_other_models(values: dict[str, Any], where: str) -> None:

@@ -32,7 +32,7 @@ from engine.attention.registry import choose_attention
 from engine.checkpoint import Checkpoint
 from engine.layers.ops import TorchOps, choose_ops
 from engine.memory import resolve_device, resolve_dtype, resolve_kv_dtype
-from engine.models.config import ModelConfig
+from engine.models.folder import read_model
 from engine.quantization.interface import TritonProducts
 from kv_transfer.transports.selection import supported
 from worker.loading import expect_memory
@@ -131,7 +131,7 @@ def _worker(settings: WorkerSettings) -> dict[str, Part]:
 
 
 def _sizes(settings: WorkerSettings) -> dict[str, Any]:
-    config = ModelConfig.from_folder(settings.model.path)
+    config = read_model(settings.model.path)
     config.check_tp_size(settings.tp_size)
     return {"architecture": config.architecture, "max_position_embeddings": config.max_position_embeddings}
 
@@ -148,13 +148,13 @@ def _attention(settings: WorkerSettings, device: str) -> dict[str, str]:
         kernels,
         block_size,
         getattr(torch, kv_dtype),
-        extras=ModelConfig.from_folder(settings.model.path).attention_extras,
+        extras=read_model(settings.model.path).attention_extras,
     )
     return {"name": backend.name, "why": why}
 
 
 def _kernels(settings: WorkerSettings, device: str) -> dict[str, Any]:
-    engine, head_dim = settings.engine, ModelConfig.from_folder(settings.model.path).head_dim
+    engine, head_dim = settings.engine, read_model(settings.model.path).head_dim
     dtype = _dtype(settings, device)
     ops, _, why = choose_ops(engine.kernels, torch.device(device), dtype, head_dim, engine.deterministic)
     return {"are_native": not isinstance(ops, TorchOps), "why": why}
@@ -169,7 +169,7 @@ def _memory(settings: WorkerSettings) -> dict[str, Any]:
 
 
 def _dtype(settings: WorkerSettings, device: str) -> torch.dtype:
-    config = ModelConfig.from_folder(settings.model.path)
+    config = read_model(settings.model.path)
     dtype: torch.dtype = getattr(torch, resolve_dtype(config, settings.model.dtype, device))
     return dtype
 

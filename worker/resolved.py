@@ -19,6 +19,7 @@ from engine.layers.ops import choose_kernels
 from engine.memory import MemoryDemand, resolve_device, resolve_dtype, resolve_kv_dtype, resolve_max_model_len
 from engine.model_cost import ModelFlops, WeightForm, choose_form
 from engine.models.config import ModelConfig
+from engine.models.folder import read_model
 from engine.quantization.interface import Kernels
 from engine.timed_runner import timed_config
 from kv_transfer.layout import KvLayout
@@ -137,7 +138,7 @@ def resolve(settings: WorkerSettings) -> Resolved:
     if settings.engine.timed_steps.is_on:
         return _resolve_timed(settings)
     device = resolve_device(settings.engine.device)
-    config = ModelConfig.from_folder(settings.model.path)
+    config = read_model(settings.model.path)
     dtype = resolve_dtype(config, settings.model.dtype, device)
     rounded = [settings.model.quantization] if settings.model.quantization != "none" else []
     return Resolved(
@@ -158,7 +159,7 @@ def _resolve_timed(settings: WorkerSettings) -> Resolved:
     engine, transfer = settings.engine, settings.transfer
     for key, why in timed_obstacles(engine.device, transfer.wire_format, {"tensor_parallel": settings.tp_size}):
         raise ConfigError(f"{key}: {why}")
-    config = timed_config(ModelConfig.from_folder(settings.model.path))
+    config = timed_config(read_model(settings.model.path))
     return Resolved(
         settings=settings.with_values(kernels="torch", deterministic=False, quantization="none"),
         config=config,

@@ -8,7 +8,7 @@ from pathlib import Path
 from engine.cpu_runtime import compute_with
 from engine.memory import Activations, available_bytes, plan_memory, resolve_dtype, resolve_kv_dtype
 from engine.model_cost import kv_bytes_per_token
-from engine.models.config import ModelConfig
+from engine.models.folder import read_model
 from engine.timed_runner import HashChooser, TimedRunner
 from kv_transfer.timed_wire import TimedWire
 from kv_transfer.transports.selection import make_pool
@@ -42,7 +42,7 @@ def _wire_of(resolved: Resolved) -> TimedWire | None:
     timed = settings.engine.timed_steps
     if timed.transfer_gb_per_s is None and not timed.transfer_latency_s:
         return None
-    model = ModelConfig.from_folder(Path(settings.model.path))
+    model = read_model(Path(settings.model.path))
     dtype = resolve_dtype(model, settings.model.dtype, resolved.device)
     kv_dtype = resolve_kv_dtype(settings.engine.kv_cache_dtype, dtype, resolved.device)
     bytes_per_s = None if timed.transfer_gb_per_s is None else timed.transfer_gb_per_s * 1e9

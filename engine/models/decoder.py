@@ -1,8 +1,9 @@
-"""The decoder that dense model families (`engine.models.registry`) have in common; `ModelConfig` has the differences.
+"""The decoder that model families (`engine.models.registry`) have in common: it computes what `ModelConfig` says.
 
-Built straight from a checkpoint, sharded as it is read. It knows attention as a function and KV as pages to write;
-nothing of requests, schedules or serving. Weight names are Hugging Face's. The shapes of what a rank holds stand at the
-end, beside the classes that load it; `engine.model_cost` makes bytes and operations of them.
+Built straight from a checkpoint, sharded as it is read. It names no family, and knows attention as a function and KV as
+pages to write; nothing of requests, schedules or serving. Weight names are Hugging Face's. The attention and the MLP of
+a layer are chosen by the field of `ModelConfig` that describes them. The shapes of what a rank holds are those of
+`engine.models.shapes`.
 
 Legend: T tokens, R rows with logits, E hidden_size, V vocab_size, Hq/H query/KV heads of this rank, D head_dim.
 """
@@ -10,9 +11,9 @@ Legend: T tokens, R rows with logits, E hidden_size, V vocab_size, Hq/H query/KV
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -51,11 +52,45 @@ class StepContext:
     """For each group of layers whose KV lies in blocks of its own."""
     slots: tuple[torch.Tensor, ...]  # int64 [T], likewise
     rope_rows: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-    """Of the model's rope, and behind it of that of layers with a window, where they have one."""
+    """Of each of `ModelConfig.ropes`."""
     kv: KvCache
     attention: Attention
     on_layer: Callable[[int], None] | None = None
     """Called after each layer with the number of layers whose keys and values are in the pages."""
+
+
+class LayerAttention(Protocol):
+    """Writes the keys and values of a layer's tokens, and attends: one class for each kind of attention."""
+
+    layer: int
+    """Its number in the model, of those that have KV."""
+
+    @property
+    def takes_rounded(self) -> bool:
+        """Whether what computes its input should round it."""
+        ...
+
+    def __call__(self, x: Rows, context: StepContext) -> torch.Tensor:
+        """[T, E] to [T, E]; calls `context.on_layer` once the keys and values are written."""
+        ...
+
+
+class LayerMlp(Protocol):
+    """Computes on each token by itself: one class for each kind of MLP."""
+
+    @property
+    def takes_rounded(self) -> bool:
+        """Whether what computes its input should round it."""
+        ...
+
+    @property
+    def linears(self) -> Iterable[Linear]:
+        """Those that kernels must be able to multiply with, to compute it all."""
+        ...
+
+    def __call__(self, x: Rows) -> torch.Tensor:
+        """[T, E] to [T, E]."""
+        ...
 
 
 class SelfAttention:
@@ -69,11 +104,15 @@ class SelfAttention:
         self.num_heads, self.num_kv_heads = len(heads), len(kv_heads)
         self.qkv = ColumnParallelLinear(
             loader,
-            [
-                self._projection(f"{name}.q_proj", config.num_attention_heads, heads),
-                self._projection(f"{name}.k_proj", config.num_key_value_heads, kv_heads),
-                self._projection(f"{name}.v_proj", config.num_key_value_heads, kv_heads),
-            ],
+            fused_projections(
+                name,
+                config.tensors.qkv,
+                [
+                    _head_columns(config.num_attention_heads, heads, config.head_dim),
+                    _head_columns(config.num_key_value_heads, kv_heads, config.head_dim),
+                    _head_columns(config.num_key_value_heads, kv_heads, config.head_dim),
+                ],
+            ),
             config.hidden_size,
             config.attention_bias,
         )
@@ -90,8 +129,8 @@ class SelfAttention:
         self.layer = layer
         self.group = next(place for place, group in enumerate(config.kv_groups) if layer in group.layers)
         window = config.layer_windows[layer]
-        self._rope = int(window is not None and config.local_rope is not None)
-        self._scale = (config.query_scalar or config.head_dim) ** -0.5
+        self._rope = config.rope_of(layer)
+        self._scale = config.softmax_scale
         self.sinks = self._load_sinks(config, name, heads, loader) if config.attention_sinks else None  # float32 [Hq]
         self._extras: dict[str, Any] = (
             {} if config.attention_softcap is None else {"soft_cap": config.attention_softcap}
@@ -99,6 +138,10 @@ class SelfAttention:
         if self.sinks is not None:
             self._extras["sinks"] = self.sinks
         self.window_size = (-1, -1) if window is None else (window - 1, 0)
+
+    @property
+    def takes_rounded(self) -> bool:
+        return takes_rounded(self.qkv.matrix)
 
     def __call__(self, x: Rows, context: StepContext) -> torch.Tensor:
         pages = context.kv.pages(self.layer)
@@ -125,10 +168,6 @@ class SelfAttention:
         )
         return self.out(out.flatten(1))
 
-    def _projection(self, name: str, total: int, heads: range) -> Projection:
-        size = self._head_dim
-        return Projection(name, total * size, range(heads.start * size, heads.stop * size))
-
     def _load_sinks(self, config: ModelConfig, name: str, heads: range, loader: Loader) -> torch.Tensor:
         part = TensorSlice(f"{name}.sinks", (config.num_attention_heads,), 0, heads.start, heads.stop)
         return loader.stack([part]).float()
@@ -136,23 +175,23 @@ class SelfAttention:
     def _load_head_norm(self, config: ModelConfig, name: str, loader: Loader) -> torch.Tensor:
         """One row for each head, query heads first, so that both norms are one product."""
         size, eps = config.head_dim, config.rms_norm_eps
-        q, k = (RmsNorm(loader, f"{name}.{which}_norm", size, eps, config.is_gemma).weight for which in "qk")
+        q, k = (RmsNorm(loader, f"{name}.{which}_norm", size, eps, config.has_offset_norms).weight for which in "qk")
         return torch.cat([q.expand(self.num_heads, -1), k.expand(self.num_kv_heads, -1)])
 
 
 class GatedMlp:
-    """SwiGLU (arXiv 2002.05202) with gate and up in one projection."""
+    """A gated linear unit (arXiv 2002.05202) with gate and up in one projection."""
 
     def __init__(self, config: ModelConfig, layer: int, loader: Loader) -> None:
         name = f"model.layers.{layer}.mlp"
         own = loader.equal_share(config.intermediate_size)
-        inner = [Projection(f"{name}.{which}_proj", config.intermediate_size, own) for which in ("gate", "up")]
+        inner = fused_projections(name, config.tensors.gate_up, [(config.intermediate_size, own)] * 2)
         self.gate_up = ColumnParallelLinear(loader, inner, config.hidden_size, config.mlp_bias)
         self.down = RowParallelLinear(
             loader, f"{name}.down_proj", config.intermediate_size, config.hidden_size, config.mlp_bias
         )
         self._ops = loader.ops
-        self._has_gelu = config.is_gemma
+        self._has_gelu = config.activation == "gelu_tanh"
 
     @property
     def takes_rounded(self) -> bool:
@@ -170,32 +209,72 @@ class GatedMlp:
 
 
 class DecoderLayer:
-    """Attention and MLP, each behind a norm and beside a residual; the next norm adds the output to the residual."""
+    """Attention and MLP, each between norms and beside a residual; the next norm adds the output to the residual."""
 
     def __init__(self, config: ModelConfig, layer: int, loader: Loader) -> None:
-        def norm(name: str) -> RmsNorm:
-            full_name = f"model.layers.{layer}.{name}_layernorm"
-            return RmsNorm(loader, full_name, config.hidden_size, config.rms_norm_eps, config.is_gemma)
+        def norm(name: str | None) -> RmsNorm | None:
+            full_name = f"model.layers.{layer}.{name}"
+            sizes = config.hidden_size, config.rms_norm_eps, config.has_offset_norms
+            return None if name is None else RmsNorm(loader, full_name, *sizes)
 
-        self.input_norm = norm("input")
-        self.attention = SelfAttention(config, layer, loader)
-        self.mlp_norm = norm("pre_feedforward" if config.is_gemma else "post_attention")
-        self.mlp: GatedMlp | RoutedExperts
-        if config.experts is not None and config.experts.layers[layer]:
-            self.mlp = RoutedExperts(config.experts, config.hidden_size, layer, loader)
-        else:
-            self.mlp = GatedMlp(config, layer, loader)
-        self.output_norms = (norm("post_attention"), norm("post_feedforward")) if config.is_gemma else None
+        self.input_norm = norm(config.norms.before_attention)
+        self.attention = _attention(config, layer, loader)
+        self.output_norm = norm(config.norms.after_attention)
+        self.mlp_norm = norm(config.norms.before_mlp)
+        self.mlp = _mlp(config, layer, loader)
+        self.mlp_output_norm = norm(config.norms.after_mlp)
 
     def __call__(self, residual: torch.Tensor, add: torch.Tensor | None, context: StepContext) -> torch.Tensor:
         """Adds `add`, the output of the layer before, to the residual [T, E]; returns what is to be added next."""
-        x = self.input_norm(residual, add, takes_rounded(self.attention.qkv.matrix))
-        add = self.attention(x, context)
-        if self.output_norms is not None:
-            after_attention, after_mlp = self.output_norms
-            add = _unrounded(after_attention(add))
-            return _unrounded(after_mlp(self.mlp(self.mlp_norm(residual, add))))
-        return self.mlp(self.mlp_norm(residual, add, self.mlp.takes_rounded))
+        x = _normalize(self.input_norm, residual, add, self.attention.takes_rounded)
+        add = _normalize_output(self.output_norm, self.attention(x, context))
+        x = _normalize(self.mlp_norm, residual, add, self.mlp.takes_rounded)
+        return _normalize_output(self.mlp_output_norm, self.mlp(x))
+
+
+def _attention(config: ModelConfig, layer: int, loader: Loader) -> LayerAttention:
+    """A family whose layers attend in another way has the class of that chosen here."""
+    return SelfAttention(config, layer, loader)
+
+
+def _mlp(config: ModelConfig, layer: int, loader: Loader) -> LayerMlp:
+    """A family with another kind of MLP has the class of that chosen here."""
+    if config.experts is not None and config.experts.layers[layer]:
+        return RoutedExperts(config.experts, config.hidden_size, layer, loader)
+    return GatedMlp(config, layer, loader)
+
+
+def fused_projections(block: str, names: Sequence[str], columns: Sequence[tuple[int, range]]) -> list[Projection]:
+    """The projections of one input, each of so many outputs, of which this rank computes a range.
+
+    One name for all: they are the rows of one tensor, one projection after another.
+    """
+    if len(names) > 1:
+        parts = zip(names, columns, strict=True)
+        return [Projection(f"{block}.{name}", total, own) for name, (total, own) in parts]
+    start, whole = 0, sum(total for total, _ in columns)
+    projections = []
+    for total, own in columns:
+        projections.append(Projection(f"{block}.{names[0]}", whole, range(start + own.start, start + own.stop)))
+        start += total
+    return projections
+
+
+def _head_columns(num_heads: int, own: range, head_dim: int) -> tuple[int, range]:
+    """The outputs of a projection to heads, and those of this rank's heads."""
+    return num_heads * head_dim, range(own.start * head_dim, own.stop * head_dim)
+
+
+def _normalize(norm: RmsNorm | None, residual: torch.Tensor, add: torch.Tensor | None, rounds: bool) -> Rows:
+    """The residual behind a norm, after `add` is added to it in place."""
+    if norm is not None:
+        return norm(residual, add, rounds)
+    return residual if add is None else residual.add_(add)
+
+
+def _normalize_output(norm: RmsNorm | None, rows: torch.Tensor) -> torch.Tensor:
+    """The output of attention or MLP, as it is added to the residual."""
+    return rows if norm is None else _unrounded(norm(rows))
 
 
 def _unrounded(rows: Rows) -> torch.Tensor:
@@ -211,14 +290,13 @@ class Decoder:
         self.tp = loader.tp
         self.embedding = embedding
         self._embed = VocabParallelEmbedding(embedding, loader.tp)
-        self._embedding_scale = (
-            float(torch.tensor(config.hidden_size**0.5, dtype=loader.dtype)) if config.is_gemma else None
-        )
+        scale = config.embedding_scale
+        self._embedding_scale = None if scale is None else float(torch.tensor(scale, dtype=loader.dtype))
         self.layers = []
         for layer in range(config.num_hidden_layers):
             self.layers.append(DecoderLayer(config, layer, loader))
             report(f"loading weights: {layer + 1} of {config.num_hidden_layers} layers")
-        self.norm = RmsNorm(loader, "model.norm", config.hidden_size, config.rms_norm_eps, config.is_gemma)
+        self.norm = RmsNorm(loader, "model.norm", config.hidden_size, config.rms_norm_eps, config.has_offset_norms)
         self._softcap = config.logit_softcap
         head = embedding
         if not config.tie_word_embeddings:
@@ -247,87 +325,3 @@ class Decoder:
         last_add = None if add is None else add.index_select(0, rows)
         logits = self.head(self.norm(last, last_add, takes_rounded(self.head.matrix)))
         return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
-
-
-@dataclass(frozen=True)
-class MatrixShape:
-    """Matrices of one size on one rank, as they are fused above."""
-
-    num_outputs: int
-    num_inputs: int
-    count: int = 1
-    """How many the rank holds, in all layers."""
-    is_packed: bool = False
-    """Whether a packed checkpoint has it in codes."""
-    num_ranks: int = 1
-    """Ranks among which its inputs are divided."""
-    is_expert: bool = False
-    """Whether a token is multiplied with those of its experts only."""
-    is_rounded: bool = True
-    """Whether `model.quantization` rounds it."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.num_outputs, self.num_inputs
-
-    @property
-    def num_elements(self) -> int:
-        """Of one of them."""
-        return self.num_outputs * self.num_inputs
-
-
-def layer_matrices(config: ModelConfig, tp_size: int) -> list[MatrixShape]:
-    """The matrices of all layers on one rank."""
-    attended, kv = _head_widths(config, tp_size)
-    hidden, num_layers, experts = config.hidden_size, config.num_hidden_layers, config.experts
-    matrices = [
-        MatrixShape(attended + 2 * kv, hidden, num_layers, is_packed=True),
-        MatrixShape(hidden, attended, num_layers, is_packed=True, num_ranks=tp_size),
-    ]
-    if num_dense := num_layers - (experts.num_layers if experts else 0):
-        matrices += _mlp_matrices(config.intermediate_size, num_dense, config, tp_size)
-    if experts is None:
-        return matrices
-    count = experts.num_layers
-    routed = _mlp_matrices(experts.intermediate_size, count * experts.num_experts, config, tp_size)
-    matrices += [replace(matrix, is_expert=True) for matrix in routed]
-    matrices.append(MatrixShape(experts.num_experts, hidden, count, is_rounded=False))
-    if shared := experts.shared_intermediate_size:
-        matrices += _mlp_matrices(shared, count, config, tp_size)
-        matrices.append(MatrixShape(1, hidden, count, is_rounded=False))
-    return matrices
-
-
-def _mlp_matrices(inner: int, count: int, config: ModelConfig, tp_size: int) -> list[MatrixShape]:
-    """Of as many MLPs whose middle is `inner` wide on all ranks together."""
-    width, hidden = inner // tp_size, config.hidden_size
-    return [
-        MatrixShape(2 * width, hidden, count, is_packed=True),
-        MatrixShape(hidden, width, count, is_packed=True, num_ranks=tp_size),
-    ]
-
-
-def vocabulary_matrix(config: ModelConfig, tp_size: int) -> MatrixShape:
-    """One rank's rows of the embedding, and of the head."""
-    return MatrixShape(-(-config.vocab_size // tp_size), config.hidden_size)
-
-
-def layer_vector_elements(config: ModelConfig, tp_size: int) -> int:
-    """Elements of the norms and biases of one layer on one rank."""
-    attended, kv = _head_widths(config, tp_size)
-    count = (4 if config.is_gemma else 2) * config.hidden_size
-    if config.qk_norm:
-        count += attended + kv
-    if config.attention_bias:
-        count += attended + 2 * kv
-    if config.attention_output_bias:
-        count += config.hidden_size
-    if config.mlp_bias:
-        count += 2 * config.intermediate_size // tp_size + config.hidden_size
-    return count
-
-
-def _head_widths(config: ModelConfig, tp_size: int) -> tuple[int, int]:
-    """Elements of one token's query heads, and of its keys, on one rank."""
-    num_kv_heads = len(config.kv_head_range(0, tp_size))
-    return config.num_attention_heads * config.head_dim // tp_size, num_kv_heads * config.head_dim

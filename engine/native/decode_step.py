@@ -19,13 +19,18 @@ from engine.layers.experts import RoutedExperts
 from engine.layers.linear import Linear
 from engine.layers.rope import RopeTable
 from engine.models.config import ModelConfig
-from engine.models.decoder import Decoder, DecoderLayer, GatedMlp
+from engine.models.decoder import Decoder, DecoderLayer, GatedMlp, LayerMlp, SelfAttention
 from engine.native import DECODE_PAGES, Native
 from engine.native.structures import DecodeBatch, DecodeModel, Layer, NativeMatrix
 from engine.quantization.interface import native_tiles
 from engine.step_input import StepInput, is_decode
 
-FEATURES = frozenset({"attention_bias", "attention_output_bias", "mlp_bias", "qk_norm", "layer_windows", "experts"})
+FEATURES = frozenset(
+    {
+        *("attention_bias", "attention_output_bias", "mlp_bias", "qk_norm", "layer_windows", "experts"),
+        *("attention_scale", "has_offset_norms"),
+    }
+)
 """Those of `ModelConfig.features` that the kernels compute."""
 
 
@@ -57,7 +62,7 @@ class DecodeStep:
         """Seconds that products and attention have taken so far, in that order."""
         self._spent_address = self.spent_s.ctypes.data
         layers = (Layer * len(model.layers))(*[_layer(layer, kv) for layer in model.layers])
-        attention = model.layers[0].attention
+        attention = _attention(model.layers[0])
         self._model = DecodeModel(
             layers=layers,
             embedding=model.embedding.weight.data_ptr(),
@@ -76,7 +81,7 @@ class DecodeStep:
             num_blocks=kv.pool.shape[2],
             num_groups=len(config.kv_groups),
             eps=config.rms_norm_eps,
-            scale=config.head_dim**-0.5,
+            scale=config.softmax_scale,
         )
 
     def takes(self, step: StepInput) -> bool:
@@ -117,7 +122,9 @@ class DecodeStep:
 
 def _linears(model: Decoder) -> Iterator[Linear]:
     for layer in model.layers:
-        yield from (layer.attention.qkv, layer.attention.out, *layer.mlp.linears)
+        attention = _attention(layer)
+        yield from (attention.qkv, attention.out)
+        yield from layer.mlp.linears
     yield model.head
 
 
@@ -132,12 +139,13 @@ def _matrix(linear: Linear) -> NativeMatrix:
 
 
 def _layer(layer: DecoderLayer, kv: KvCache) -> Layer:
-    attention, mlp = layer.attention, layer.mlp
+    attention = _attention(layer)
+    assert layer.input_norm is not None and layer.mlp_norm is not None, "a norm is missing"
     keys, values = kv.pages(attention.layer)
     return Layer(
         qkv=_matrix(attention.qkv),
         out=_matrix(attention.out),
-        **_mlp(mlp),
+        **_mlp(layer.mlp),
         input_norm=layer.input_norm.weight.data_ptr(),
         mlp_norm=layer.mlp_norm.weight.data_ptr(),
         head_norm=None if attention.head_norm is None else attention.head_norm.data_ptr(),
@@ -148,11 +156,18 @@ def _layer(layer: DecoderLayer, kv: KvCache) -> Layer:
     )
 
 
-def _mlp(mlp: GatedMlp | RoutedExperts) -> dict[str, object]:
+def _attention(layer: DecoderLayer) -> SelfAttention:
+    assert isinstance(layer.attention, SelfAttention), "another attention is a feature that FEATURES does not name"
+    return layer.attention
+
+
+def _mlp(mlp: LayerMlp) -> dict[str, object]:
     """The fields of `Layer` that say what is computed between the MLP's norm and the residual."""
     if isinstance(mlp, GatedMlp):
         return {"gate_up": _matrix(mlp.gate_up), "down": _matrix(mlp.down)}
-    assert mlp.experts.native is not None, "experts are not laid out for Baton's kernels"
+    assert isinstance(mlp, RoutedExperts) and mlp.experts.native is not None, (
+        "experts are not laid out for Baton's kernels"
+    )
     routed: dict[str, object] = {"experts": ctypes.pointer(mlp.experts.native), "router": _matrix(mlp.router)}
     if mlp.shared is None:
         return routed

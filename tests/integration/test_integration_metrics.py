@@ -15,7 +15,7 @@ from workers import ROOT, Process, Worker, hand_off, running, sampling
 
 from cluster.pb import generation_pb2, worker_pb2
 from engine.model_cost import ModelFlops, WeightForm
-from engine.models.config import ModelConfig
+from engine.models.folder import read_model
 
 MODEL = str(ROOT / "models" / "tiny-shakespeare")
 NUM_HANDOFFS = 20
@@ -130,7 +130,7 @@ def check_twenty(prefill: Worker, sender: Page, receiver: Page) -> None:
 
 def check_steps(sender: Page, receiver: Page) -> None:
     """What the model needs for these steps, and that it took time, on a CPU whose peak was measured."""
-    work = ModelFlops.of(ModelConfig.from_folder(MODEL), 1, WeightForm("float32"), "float32")
+    work = ModelFlops.of(read_model(MODEL), 1, WeightForm("float32"), "float32")
     assert sum(value for key, value in sender.items() if key[0] == "baton_step_tokens_total") == NUM_HANDOFFS * 101
     assert receiver["baton_step_tokens_total", "decode"] == NUM_HANDOFFS * 3
     pairs = NUM_HANDOFFS * len(work.windows) * sum(len(PROMPT) + i for i in (1, 2, 3)) * work.windows[0][1]

@@ -13,7 +13,7 @@ from reference_engine import Engine
 from workers import Worker, hand_off, merged, running, sampling
 
 from engine.kv.block_manager import BlockManager
-from engine.models.config import ModelConfig
+from engine.models.folder import read_model
 from engine.sampling.params import SamplingParams
 from kv_transfer.codec import HEADER_BYTES
 
@@ -94,7 +94,7 @@ def test_a_handed_off_request_equals_the_single_process_engine(
 
 def test_of_a_window_no_more_is_sent_than_decode_needs(folder: Path, fleet: dict[tuple[str, int, int], Worker]) -> None:
     prefill, decode = fleet["prefill", 1, 16], fleet["decode", 1, 32]
-    config, length = ModelConfig.from_folder(folder), 203
+    config, length = read_model(folder), 203
     before = prefill.stats.kv_bytes_sent
     outputs_of("counted", prompt_of(length), prefill, decode)
     sent = prefill.stats.kv_bytes_sent - before
@@ -116,7 +116,7 @@ def test_a_conversation_goes_on_with_what_both_workers_have(
     second = outputs_of("second", turns, prefill, decode)
     received = decode.stats.kv_bytes_received - before
     assert second == expected(folder, turns, "greedy")
-    config = ModelConfig.from_folder(folder)
+    config = read_model(folder)
     new = len(turns) - (len(first) + NUM_TOKENS - 1) // 16 * 16
     cells = sum(new if window is None else min(new, WINDOW - 1) for window in config.layer_windows)
     assert received < 1.2 * cells * 2 * config.num_key_value_heads * config.head_dim * 4

@@ -15,7 +15,7 @@ from thread_group import ThreadGroup
 from engine.checkpoint import Checkpoint
 from engine.cuda_graphs import Capture
 from engine.model_runner import ModelRunner, StepOutput
-from engine.models.config import ModelConfig
+from engine.models.folder import read_model
 from engine.sampling.params import SampleRow, SamplingParams
 from engine.sampling.sampler import Sampler
 from engine.step_input import SequenceSlice, StepInput, build_step
@@ -47,7 +47,7 @@ def make_runner(
         tp=tp or SingleGroup(),
         device=device,
         dtype=dtype,
-        num_blocks=num_blocks * len(ModelConfig.from_folder(path).kv_groups),
+        num_blocks=num_blocks * len(read_model(path).kv_groups),
         block_size=block_size,
         attention=attention,
         kernels=kernels,

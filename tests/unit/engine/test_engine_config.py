@@ -13,6 +13,7 @@ from engine_steps import make_runner
 
 from cluster.errors import CheckpointError, ConfigError
 from engine.models.config import ModelConfig
+from engine.models.folder import read_model
 
 
 def _edit(folder: Path, drop: tuple[str, ...] = (), **changes: Any) -> Path:
@@ -28,7 +29,7 @@ def llama(tmp_path: Path) -> Path:
 
 
 def test_what_a_model_computes_beyond_all_others_is_a_feature(tmp_path: Path) -> None:
-    features = {kind: ModelConfig.from_folder(make_checkpoint(kind, tmp_path / kind)).features for kind in KINDS}
+    features = {kind: read_model(make_checkpoint(kind, tmp_path / kind)).features for kind in KINDS}
 
     assert features["llama"] == features["llama3-rope"] == frozenset()
     assert features["mistral"] == {"layer_windows"}
@@ -41,14 +42,14 @@ def test_a_field_that_a_new_family_brings_is_a_feature_unless_it_says_none_or_fa
         strangeness: float | None = None
         has_extra_norm: bool = False
 
-    plain = StrangeConfig(**vars(ModelConfig.from_folder(llama)))
+    plain = StrangeConfig(**vars(read_model(llama)))
 
     assert plain.features == frozenset()
     assert replace(plain, strangeness=30.0, has_extra_norm=True).features == {"strangeness", "has_extra_norm"}
 
 
 def test_the_fields_of_a_folder_are_read(tmp_path: Path) -> None:
-    config = ModelConfig.from_folder(make_checkpoint("qwen3", tmp_path, dtype="bfloat16"))
+    config = read_model(make_checkpoint("qwen3", tmp_path, dtype="bfloat16"))
 
     assert (config.hidden_size, config.num_attention_heads, config.num_key_value_heads) == (64, 8, 4)
     assert (config.head_dim, config.num_hidden_layers, config.vocab_size) == (16, 4, 320)
@@ -58,11 +59,11 @@ def test_the_fields_of_a_folder_are_read(tmp_path: Path) -> None:
 
 def test_rope_as_transformers_4_wrote_it_equals_rope_as_transformers_5_writes_it(tmp_path: Path) -> None:
     folder = make_checkpoint("llama3-rope", tmp_path)
-    new = ModelConfig.from_folder(folder)
+    new = read_model(folder)
     scaling = dict(json.loads((folder / "config.json").read_text())["rope_parameters"])
     theta = scaling.pop("rope_theta")
 
-    old = ModelConfig.from_folder(_edit(folder, ("rope_parameters",), rope_theta=theta, rope_scaling=scaling))
+    old = read_model(_edit(folder, ("rope_parameters",), rope_theta=theta, rope_scaling=scaling))
 
     assert old == new
     assert new.rope.rope_type == "llama3" and new.rope.factor == 8.0
@@ -71,14 +72,14 @@ def test_rope_as_transformers_4_wrote_it_equals_rope_as_transformers_5_writes_it
 def test_the_oldest_spelling_of_a_rope_type_is_read(llama: Path) -> None:
     scaling = {"type": "linear", "factor": 2.0}
 
-    config = ModelConfig.from_folder(_edit(llama, ("rope_parameters",), rope_theta=5e5, rope_scaling=scaling))
+    config = read_model(_edit(llama, ("rope_parameters",), rope_theta=5e5, rope_scaling=scaling))
 
     assert (config.rope.rope_type, config.rope.factor, config.rope.rope_theta) == ("linear", 2.0, 5e5)
 
 
 def test_mistral_slides_on_every_layer_and_llama_on_none(tmp_path: Path) -> None:
-    mistral = ModelConfig.from_folder(make_checkpoint("mistral", tmp_path / "mistral"))
-    llama = ModelConfig.from_folder(_edit(make_checkpoint("llama", tmp_path / "llama"), sliding_window=24))
+    mistral = read_model(make_checkpoint("mistral", tmp_path / "mistral"))
+    llama = read_model(_edit(make_checkpoint("llama", tmp_path / "llama"), sliding_window=24))
 
     assert mistral.layer_windows == (24,) * 4
     assert llama.layer_windows == (None,) * 4
@@ -89,25 +90,25 @@ def test_qwen_slides_only_where_its_config_says(tmp_path: Path) -> None:
     by_number = {"sliding_window": 20, "max_window_layers": 3}
     types = ["sliding_attention", "full_attention"] * 2
 
-    assert ModelConfig.from_folder(_edit(folder, **by_number)).layer_windows == (None,) * 4
-    named = ModelConfig.from_folder(_edit(folder, use_sliding_window=True, layer_types=types))
+    assert read_model(_edit(folder, **by_number)).layer_windows == (None,) * 4
+    named = read_model(_edit(folder, use_sliding_window=True, layer_types=types))
     assert named.layer_windows == (20, None, 20, None)
-    numbered = ModelConfig.from_folder(_edit(folder, drop=("layer_types",)))
+    numbered = read_model(_edit(folder, drop=("layer_types",)))
     assert numbered.layer_windows == (None, None, None, 20)
 
 
 def test_end_of_text_ids_come_from_the_generation_config_first(llama: Path) -> None:
     (llama / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
-    assert ModelConfig.from_folder(llama).eos_token_ids == (7, 9)
+    assert read_model(llama).eos_token_ids == (7, 9)
 
     (llama / "generation_config.json").unlink()
-    assert ModelConfig.from_folder(llama).eos_token_ids == (0,)
+    assert read_model(llama).eos_token_ids == (0,)
 
 
 def test_a_head_dim_that_is_absent_follows_from_the_heads(tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path, head_dim=8)
 
-    assert ModelConfig.from_folder(_edit(folder, drop=("head_dim",))).head_dim == 64 // 8
+    assert read_model(_edit(folder, drop=("head_dim",))).head_dim == 64 // 8
 
 
 @pytest.mark.parametrize(
@@ -131,7 +132,7 @@ def test_a_head_dim_that_is_absent_follows_from_the_heads(tmp_path: Path) -> Non
 )
 def test_what_would_be_computed_wrongly_is_refused_by_name(llama: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError) as caught:
-        ModelConfig.from_folder(_edit(llama, **changes))
+        read_model(_edit(llama, **changes))
     assert message in str(caught.value) and "config.json" in str(caught.value)
 
 
@@ -140,12 +141,12 @@ def test_unknown_layer_types_are_refused(tmp_path: Path) -> None:
     folder = _edit(make_checkpoint("qwen3", tmp_path), use_sliding_window=True, sliding_window=8, layer_types=types)
 
     with pytest.raises(CheckpointError, match="layer_types must name 4 of"):
-        ModelConfig.from_folder(folder)
+        read_model(folder)
 
 
 def test_gemma_as_transformers_4_wrote_it_equals_gemma_as_transformers_5_writes_it(tmp_path: Path) -> None:
     """Defaults are left out, ropes have other names, and layers with a window follow a pattern."""
-    new = ModelConfig.from_folder(make_checkpoint("gemma3", tmp_path / "5"))
+    new = read_model(make_checkpoint("gemma3", tmp_path / "5"))
     old = _edit(
         make_checkpoint("gemma3", tmp_path / "4"),
         drop=("rope_parameters", "layer_types", "tie_word_embeddings", "final_logit_softcapping"),
@@ -154,13 +155,14 @@ def test_gemma_as_transformers_4_wrote_it_equals_gemma_as_transformers_5_writes_
         sliding_window_pattern=3,
     )
 
-    assert ModelConfig.from_folder(old) == new
+    assert read_model(old) == new
     assert new.layer_windows == (24, 24, None, 24, 24, None, 24) and new.tie_word_embeddings
-    assert new.rope.rope_theta == 1e6 and new.local_rope is not None and new.local_rope.rope_theta == 1e4
+    assert [rope.rope_theta for rope in new.layer_ropes] == [1e4, 1e4, 1e6, 1e4, 1e4, 1e6, 1e4]
+    assert new.rope.rope_theta == 1e6 and len(new.ropes) == 2
 
-    gemma2 = ModelConfig.from_folder(make_checkpoint("gemma2", tmp_path / "2"))
-    assert gemma2.layer_windows == (24, None) * 2 and gemma2.local_rope is None
-    assert (gemma2.attention_softcap, gemma2.logit_softcap, gemma2.query_scalar) == (5.0, 30.0, 24.0)
+    gemma2 = read_model(make_checkpoint("gemma2", tmp_path / "2"))
+    assert gemma2.layer_windows == (24, None) * 2 and gemma2.layer_ropes == ()
+    assert (gemma2.attention_softcap, gemma2.logit_softcap, gemma2.attention_scale) == (5.0, 30.0, 24.0**-0.5)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +177,7 @@ def test_a_gemma_that_would_be_computed_wrongly_is_refused(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
-        ModelConfig.from_folder(_edit(make_checkpoint("gemma3", tmp_path), **changes))
+        read_model(_edit(make_checkpoint("gemma3", tmp_path), **changes))
 
 
 def test_soft_caps_are_refused_where_attention_does_not_take_them(tmp_path: Path) -> None:
@@ -187,24 +189,24 @@ def test_soft_caps_are_refused_where_attention_does_not_take_them(tmp_path: Path
 
 def test_a_folder_without_a_readable_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such file"):
-        ModelConfig.from_folder(tmp_path)
+        read_model(tmp_path)
     (tmp_path / "config.json").write_text('{"hidden_size": ')
     with pytest.raises(CheckpointError, match="cannot be read as JSON"):
-        ModelConfig.from_folder(tmp_path)
+        read_model(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(CheckpointError, match="must hold a JSON object"):
-        ModelConfig.from_folder(tmp_path)
+        read_model(tmp_path)
 
 
 def test_a_tensor_parallel_size_that_does_not_divide_the_heads_is_refused_with_those_that_do(llama: Path) -> None:
-    config = ModelConfig.from_folder(llama)
+    config = read_model(llama)
 
     with pytest.raises(ConfigError, match=r"tensor_parallel: 3 does not divide 8 .*; use 1, 2, 4 or 8"):
         config.check_tp_size(3)
 
 
 def test_kv_heads_are_split_over_few_ranks_and_replicated_over_many(llama: Path) -> None:
-    config = ModelConfig.from_folder(llama)
+    config = read_model(llama)
 
     assert [config.kv_head_range(rank, 2) for rank in range(2)] == [range(2), range(2, 4)]
     assert [config.kv_head_range(rank, 8).start for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]

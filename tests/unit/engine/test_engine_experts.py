@@ -18,7 +18,7 @@ from engine.checkpoint import Checkpoint
 from engine.layers.experts import RoutedExperts, StackedExperts
 from engine.layers.linear import Loader
 from engine.layers.ops import TorchOps, choose_ops
-from engine.models.config import ModelConfig
+from engine.models.folder import read_model
 from engine.native import native
 from engine.quantization.interface import TritonProducts
 from engine.tp import ProcessGroupTP, SingleGroup
@@ -32,7 +32,7 @@ needs_kernels = pytest.mark.skipif(
 
 def load(folder: Path, kernels: str = "auto", quantization: str = "none", dtype: str = "bfloat16") -> RoutedExperts:
     """The experts of the last layer, which has them in every kind."""
-    config, device, kind = ModelConfig.from_folder(folder), torch.device("cpu"), getattr(torch, dtype)
+    config, device, kind = read_model(folder), torch.device("cpu"), getattr(torch, dtype)
     assert config.experts is not None
     ops, products, _ = choose_ops(kernels, device, kind, config.head_dim)
     with Checkpoint(folder) as checkpoint:
@@ -41,7 +41,7 @@ def load(folder: Path, kernels: str = "auto", quantization: str = "none", dtype:
 
 
 def tokens(num_tokens: int, folder: Path) -> torch.Tensor:
-    width = ModelConfig.from_folder(folder).hidden_size
+    width = read_model(folder).hidden_size
     return torch.randn((num_tokens, width), generator=torch.Generator().manual_seed(num_tokens)).bfloat16()
 
 
@@ -88,7 +88,7 @@ def test_equal_logits_choose_as_many_experts_as_any_others(tmp_path: Path) -> No
 
 def stacked(folder: Path, **options: Any) -> StackedExperts:
     """Those of the last layer as they are on a GPU, in the machine's memory."""
-    config, device = ModelConfig.from_folder(folder), torch.device("cpu")
+    config, device = read_model(folder), torch.device("cpu")
     assert config.experts is not None
     names = [f"model.layers.3.{config.experts.names.block}.experts.{n}" for n in range(config.experts.num_experts)]
     with Checkpoint(folder) as checkpoint:
@@ -148,22 +148,22 @@ def test_a_wrong_field_is_refused_by_its_name(wrong: dict[str, Any], message: st
     file = make_checkpoint("qwen3-moe", tmp_path) / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | wrong))
     with pytest.raises(CheckpointError, match=re.escape(message)):
-        ModelConfig.from_folder(tmp_path)
+        read_model(tmp_path)
 
 
 def test_a_model_of_which_no_layer_has_experts_is_a_dense_one(tmp_path: Path) -> None:
     folder = make_checkpoint("qwen3-moe", tmp_path, mlp_only_layers=[0, 1, 2, 3])
-    assert ModelConfig.from_folder(folder).experts is None
+    assert read_model(folder).experts is None
 
 
 def test_ranks_that_do_not_divide_an_expert_are_refused(tmp_path: Path) -> None:
-    config = ModelConfig.from_folder(make_checkpoint("qwen3-moe", tmp_path, moe_intermediate_size=6))
+    config = read_model(make_checkpoint("qwen3-moe", tmp_path, moe_intermediate_size=6))
     with pytest.raises(ConfigError, match=r"4 does not divide .* MLPs of 128, 6; use 1 or 2"):
         config.check_tp_size(4)
 
 
 def test_the_share_of_experts_that_tokens_choose(tmp_path: Path) -> None:
-    experts = ModelConfig.from_folder(make_checkpoint("mixtral", tmp_path)).experts
+    experts = read_model(make_checkpoint("mixtral", tmp_path)).experts
     assert experts is not None and experts.num_layers == 4
     assert experts.chosen_share(0) == 0.0
     assert experts.chosen_share(1) == pytest.approx(2 / 6)

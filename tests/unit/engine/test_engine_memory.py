@@ -14,6 +14,7 @@ from cluster.errors import ConfigError
 from engine.memory import available_bytes, resolve_device, resolve_dtype, resolve_kv_dtype, resolve_max_model_len
 from engine.model_cost import WeightForm, kv_bytes_per_token, weight_bytes
 from engine.models.config import ModelConfig
+from engine.models.folder import read_model
 from engine.native import native
 from engine.quantization.interface import weight_formats
 
@@ -28,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def config(folder: Path) -> ModelConfig:
-    return ModelConfig.from_folder(folder)
+    return read_model(folder)
 
 
 @pytest.mark.parametrize("quantization", weight_formats())
@@ -42,12 +43,12 @@ def test_the_bytes_of_weights_are_those_of_the_loaded_model(
 
     runner = make_runner(folder, dtype=dtype, quantization=quantization, kernels=kernels)
 
-    assert weight_bytes(ModelConfig.from_folder(folder), 1, runner.weight_form) == held_bytes(runner)
+    assert weight_bytes(read_model(folder), 1, runner.weight_form) == held_bytes(runner)
 
 
 def test_what_kernels_multiply_is_counted_with_what_pads_it(tmp_path: Path) -> None:
     """This model's 64 inputs to 128; the test before holds that to the byte where there are such kernels."""
-    config = ModelConfig.from_folder(make_checkpoint("llama", tmp_path))
+    config = read_model(make_checkpoint("llama", tmp_path))
     plain, tiled = (WeightForm("bfloat16", quantization="int8", is_tiled=is_tiled) for is_tiled in (False, True))
     kernels, _ = native()
 
@@ -60,7 +61,7 @@ def test_what_kernels_multiply_is_counted_with_what_pads_it(tmp_path: Path) -> N
 @pytest.mark.parametrize("kind", [*KINDS, *GEMMA_KINDS])
 def test_so_are_those_of_each_architecture_and_rank(kind: str, tmp_path: Path) -> None:
     folder = make_checkpoint(kind, tmp_path, **({"mlp_bias": True} if kind == "llama" else {}))
-    config = ModelConfig.from_folder(folder)
+    config = read_model(folder)
 
     for size in (1, 2, 8):
         held = on_each_rank(size, lambda tp: held_bytes(make_runner(folder, tp=tp)))

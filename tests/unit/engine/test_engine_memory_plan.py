@@ -13,6 +13,7 @@ from cluster.errors import ConfigError
 from engine.memory import Activations, MemoryDemand, MemoryPlan, estimate_activations, plan_memory
 from engine.model_cost import WeightForm, choose_form, largest_matrix_elements
 from engine.models.config import ModelConfig
+from engine.models.folder import read_model
 from engine.native import native
 from engine.quantization.interface import TritonProducts
 
@@ -23,7 +24,7 @@ ACTIVATIONS = Activations(3_000_000, is_measured=True, why="measured by hand")
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    return ModelConfig.from_folder(make_checkpoint("llama", tmp_path_factory.mktemp("plan")))
+    return read_model(make_checkpoint("llama", tmp_path_factory.mktemp("plan")))
 
 
 FORM = {"dtype": "float32", "device": "cpu", "quantization": "none", "is_tiled": False}

@@ -17,7 +17,7 @@ from thread_group import ThreadGroup
 
 from cluster.errors import CheckpointError
 from engine.checkpoint import Checkpoint, TensorSlice
-from engine.models.config import ModelConfig
+from engine.models.folder import read_model
 from engine.quantization.packed import Packing, read_codes
 from engine.tp import SingleGroup
 
@@ -290,7 +290,7 @@ def test_a_format_that_cannot_be_read_is_refused_by_name(
     edit_config(folder / "packed", quantization_config={**Format("gptq").config(), **changes})
 
     with pytest.raises(CheckpointError) as caught:
-        ModelConfig.from_folder(folder / "packed")
+        read_model(folder / "packed")
 
     assert f"config.json: quantization_config: {message}" in str(caught.value)
 
@@ -300,4 +300,4 @@ def test_a_quantization_that_is_no_object_is_refused(tmp_path: Path) -> None:
     edit_config(packed, quantization_config=[4])
 
     with pytest.raises(CheckpointError, match=r"quantization_config must be an object \(got \[4\]\)"):
-        ModelConfig.from_folder(packed)
+        read_model(packed)

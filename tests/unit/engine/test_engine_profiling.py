@@ -17,7 +17,7 @@ from engine import profiling
 from engine.memory import MemoryDemand, StepLimits, estimate_activations, estimate_bytes
 from engine.model_cost import WeightForm
 from engine.model_runner import ModelRunner
-from engine.models.config import ModelConfig
+from engine.models.folder import read_model
 from engine.profiling import make_step, measure_activations, step_to_try, untried_bytes
 from engine.sampling.prompt_logprobs import SLICE_BYTES
 from engine.tp import SingleGroup, TPGroup
@@ -43,7 +43,7 @@ def demand_of(folder: Path, dtype: str = "float32", **changes: Any) -> MemoryDem
         "max_num_batched_tokens": 1024,
         "memory_utilization": 0.9,
     }
-    config = ModelConfig.from_folder(folder)
+    config = read_model(folder)
     return MemoryDemand(config=config, form=WeightForm(dtype), **{**sizes, **changes})
 
 

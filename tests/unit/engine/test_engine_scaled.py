@@ -12,7 +12,7 @@ from test_engine_packed import IDS, logits_of, reference_logits
 
 from cluster.errors import CheckpointError
 from engine.model_cost import weight_bytes
-from engine.models.config import ModelConfig
+from engine.models.folder import read_model
 from engine.native import native
 from engine.native.structures import INT8 as INT8_TILES
 from engine.quantization.interface import TiledMatrix
@@ -78,7 +78,7 @@ def test_eight_bits_that_cannot_be_read_are_refused_by_name(
     packed, _ = make_packed(fmt, tmp_path)
     edit_config(packed, quantization_config={**fmt.config(), **changes})
     with pytest.raises(CheckpointError) as caught:
-        ModelConfig.from_folder(packed)
+        read_model(packed)
     assert f"config.json: quantization_config: {message}" in str(caught.value)
 
 
@@ -99,7 +99,7 @@ def test_a_scheme_that_cannot_be_read_is_refused_by_name(weights: dict[str, Any]
     config["config_groups"]["group_0"]["weights"] |= weights
     edit_config(packed, quantization_config=config)
     with pytest.raises(CheckpointError) as caught:
-        ModelConfig.from_folder(packed)
+        read_model(packed)
     assert message in str(caught.value)
 
 

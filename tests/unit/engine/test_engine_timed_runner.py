@@ -7,7 +7,7 @@ import pytest
 from torch import Tensor
 
 from cluster.step_cost import StepCost, StepSize
-from engine.models.config import ModelConfig
+from engine.models.folder import read_model
 from engine.sampling.params import SampleRow, SamplingParams
 from engine.step_input import SequenceSlice, StepInput, build_step, size_of
 from engine.timed_runner import HOST_S, STALL_S, HashChooser, TimedRunner, timed_config
@@ -39,7 +39,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def runner(clock: Clock) -> TimedRunner:
-    config = timed_config(ModelConfig.from_folder(MODEL))
+    config = timed_config(read_model(MODEL))
     made = TimedRunner(config, COST, BLOCK_SIZE, clock, clock.sleep)
     made.make_pool(8)
     return made

@@ -28,7 +28,7 @@ from cluster.errors import CheckpointError
 from engine import weight_stream
 from engine.checkpoint import INDEX_NAME, Checkpoint, TensorSlice
 from engine.model_runner import ModelRunner
-from engine.models.config import ModelConfig
+from engine.models.folder import read_model
 from engine.quantization.packed import read_codes
 from engine.tp import SingleGroup, TPGroup
 from engine.weight_stream import FileRuns, WeightStream
@@ -253,7 +253,7 @@ def test_a_model_that_comes_through_a_stream_is_the_one_that_is_mapped(
 
 def test_packed_layers_are_unpacked_on_the_device(folders: dict[str, Path]) -> None:
     folder = folders["awq"]
-    packing = ModelConfig.from_folder(folder).packing
+    packing = read_model(folder).packing
     assert packing is not None
     part = TensorSlice("model.layers.0.mlp.up_proj.weight", (384, 128), 0, 96, 192)
     with fake_cuda(), EmptyCheckpoint(folder) as checkpoint:

@@ -17,6 +17,7 @@ from engine.memory import resolve_kv_dtype
 from engine.model_cost import ModelFlops, StepFlops, WeightForm
 from engine.model_runner import ModelRunner
 from engine.models.config import ModelConfig
+from engine.models.folder import read_model
 from engine.step_input import ScoredSpan, SequenceSlice, StepInput, build_step
 
 CLOSE = 0.02
@@ -48,7 +49,7 @@ def test_operations_of_a_prompt_are_those_that_torch_counts_but_for_what_no_toke
     kind: str, tmp_path: Path
 ) -> None:
     folder, num_tokens = make_checkpoint(kind, tmp_path), 96
-    config = ModelConfig.from_folder(folder)
+    config = read_model(folder)
     work = work_of(config)
     counted = work.of_step(build_step([prompt(num_tokens)], 16))
     unseen = num_tokens * (num_tokens - 1) // 2 * config.num_hidden_layers * work.pair_flops
@@ -81,7 +82,7 @@ def matrices_bytes(runner: ModelRunner) -> int:
 
 @pytest.mark.parametrize("tp_size", [2, 4, 8])
 def test_ranks_share_the_work_but_for_heads_that_several_hold(tp_size: int, tmp_path: Path) -> None:
-    config = ModelConfig.from_folder(make_checkpoint("llama", tmp_path))
+    config = read_model(make_checkpoint("llama", tmp_path))
     step = build_step([prompt(64)], 16)
     whole, share = work_of(config).of_step(step), work_of(config, tp_size).of_step(step)
     kv_heads = len(config.kv_head_range(0, tp_size)) * tp_size
@@ -91,7 +92,7 @@ def test_ranks_share_the_work_but_for_heads_that_several_hold(tp_size: int, tmp_
 
 
 def test_chunks_of_a_prompt_compute_what_the_whole_does_and_read_the_weights_each_time(tmp_path: Path) -> None:
-    work = work_of(ModelConfig.from_folder(make_checkpoint("llama", tmp_path)))
+    work = work_of(read_model(make_checkpoint("llama", tmp_path)))
     whole = work.of_step(build_step([prompt(90)], 16))
     chunks = [prompt(40, 0, wants_logits=False), prompt(50, 40)]
     parts = [work.of_step(build_step([chunk], 16)) for chunk in chunks]
@@ -100,7 +101,7 @@ def test_chunks_of_a_prompt_compute_what_the_whole_does_and_read_the_weights_eac
 
 
 def test_a_prompt_that_is_scored_pays_the_head_for_each_row(tmp_path: Path) -> None:
-    work = work_of(ModelConfig.from_folder(make_checkpoint("llama", tmp_path)))
+    work = work_of(read_model(make_checkpoint("llama", tmp_path)))
     scored = SequenceSlice(tuple(range(1, 33)), 0, (0, 1), True, ScoredSpan(0, tuple(range(2, 33)), 0))
     more = work.of_step(build_step([scored], 16)).flops - work.of_step(build_step([prompt(32)], 16)).flops
     assert more == 31 * work.head_flops

@@ -15,7 +15,7 @@ from cluster.errors import CheckpointError, ConfigError
 from engine.kv.pool import POOL_DTYPES
 from engine.memory import MemoryDemand, estimate_activations, plan_memory
 from engine.model_cost import WeightForm, kv_bytes_per_token, weight_bytes
-from engine.models.config import ModelConfig
+from engine.models.folder import read_model
 from simulate.devices import DEVICES, find_device
 from simulate.memory_plan import MemoryQuestion, memory_of, usual_layouts
 from simulate.model_files import find_shape, read_shape
@@ -56,7 +56,7 @@ def test_kv_of_a_token_with_grouped_heads_and_with_a_latent_vector() -> None:
 def test_weights_kv_and_reserve_are_those_of_the_engine_for_families_that_it_serves(
     tmp_path: Path, family: str, tp_size: int
 ) -> None:
-    config = ModelConfig.from_folder(make_checkpoint(family, tmp_path))
+    config = read_model(make_checkpoint(family, tmp_path))
     shape, layout = find_shape(str(tmp_path)), DeviceLayout(tp_size)
     for quantization in ("none", "int8", "fp8", "int4"):
         form = WeightForm(config.dtype, "cuda", quantization, are_in_triton=True)

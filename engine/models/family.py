@@ -1,0 +1,139 @@
+"""Reads the part of config.json that all model families have in common, and the parts that several of them share.
+
+A family's file calls `read_decoder` and replaces what distinguishes the family. What would be computed wrongly is a
+CheckpointError that names the key, its value and the values that are supported. Reads config.json as transformers 4 and
+5 write it. Loads no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cluster.errors import CheckpointError
+from engine.json_fields import Fields
+from engine.models.config import DTYPES, ROPE_TYPES, ModelConfig, RopeConfig
+
+Windows = tuple[int | None, ...]
+"""`ModelConfig.layer_windows`."""
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """Models whose config.json one function reads."""
+
+    name: str
+    """As its makers write it."""
+    architecture: str
+    """As config.json's `architectures` names it."""
+    read: Callable[[Fields], ModelConfig]
+    """Raises CheckpointError for what is not computed here."""
+
+
+def read_decoder(
+    fields: Fields,
+    *,
+    head_dim: int | None = None,
+    rope: RopeConfig | None = None,
+    ties_embeddings: bool = False,
+    activation_key: str = "hidden_act",
+    activation: str = "silu",
+) -> ModelConfig:
+    """Reads the sizes of a plain decoder: no biases, norms before attention and MLP, one rope, no windows.
+
+    `head_dim` is the default, None: hidden_size over num_attention_heads; `rope`: instead of the one that config.json
+    has for all layers; `activation`: the only one that its family has.
+    """
+    found = fields.get(activation_key)
+    if found not in (None, activation):
+        raise CheckpointError(
+            f"config.json: {activation_key} {found!r} is not supported; Baton computes {activation!r}"
+        )
+    if fields.flag("use_bidirectional_attention"):
+        raise CheckpointError("config.json: use_bidirectional_attention is not supported; Baton generates from left")
+    num_heads, hidden_size = fields.size("num_attention_heads"), fields.size("hidden_size")
+    num_layers = fields.size("num_hidden_layers")
+    return ModelConfig(
+        architecture=str(fields.get("architectures")[0]),
+        hidden_size=hidden_size,
+        intermediate_size=fields.size("intermediate_size"),
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=fields.size("num_key_value_heads", num_heads),
+        head_dim=fields.size("head_dim", head_dim or max(1, hidden_size // num_heads)),
+        vocab_size=fields.size("vocab_size"),
+        max_position_embeddings=fields.size("max_position_embeddings"),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rope=rope or read_rope(fields),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", default=ties_embeddings),
+        dtype=_dtype(fields),
+        eos_token_ids=token_ids(fields.get("eos_token_id")),
+        layer_windows=(None,) * num_layers,
+    )
+
+
+def read_rope(fields: Fields) -> RopeConfig:
+    """The rope of all layers: `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (transformers
+    4)."""
+    values = fields.within("rope_parameters" if fields.get("rope_parameters") else "rope_scaling")
+    return rope_of(values, fields, fields.number("rope_theta", 10000.0))
+
+
+def rope_of(values: Fields, fields: Fields, rope_theta: float) -> RopeConfig:
+    """Reads one rope's parameters. `fields` are those of config.json, where some stand; `rope_theta`: the default."""
+    rope_type = values.get("rope_type") or values.get("type") or "default"
+    if rope_type not in ROPE_TYPES:
+        raise CheckpointError(
+            f"config.json: rope_type {rope_type!r} is not supported; Baton computes {', '.join(ROPE_TYPES)}"
+        )
+    for source in (fields, values):
+        if (partial := source.get("partial_rotary_factor")) not in (None, 1.0):
+            raise CheckpointError(f"config.json: partial_rotary_factor {partial!r} is not supported; only 1.0 is")
+    max_position_embeddings = fields.size("max_position_embeddings")
+    original = fields if fields.get("original_max_position_embeddings") is not None else values
+    scales = rope_type != "default"
+    derived = max_position_embeddings / original.size("original_max_position_embeddings", max_position_embeddings)
+    return RopeConfig(
+        rope_type=rope_type,
+        rope_theta=values.number("rope_theta", rope_theta),
+        factor=values.number("factor", derived if rope_type == "yarn" else None) if scales else 1.0,
+        original_max_position_embeddings=original.size("original_max_position_embeddings", max_position_embeddings),
+        low_freq_factor=values.number("low_freq_factor", None if rope_type == "llama3" else 1.0),
+        high_freq_factor=values.number("high_freq_factor", None if rope_type == "llama3" else 4.0),
+        beta_fast=values.number("beta_fast", 32.0),
+        beta_slow=values.number("beta_slow", 1.0),
+        attention_factor=values.optional_number("attention_factor"),
+        mscale=values.optional_number("mscale"),
+        mscale_all_dim=values.optional_number("mscale_all_dim"),
+        truncate=values.flag("truncate", True),
+    )
+
+
+def one_window(fields: Fields) -> Windows:
+    """`sliding_window` in all layers."""
+    window = None if fields.get("sliding_window") is None else fields.size("sliding_window")
+    return (window,) * fields.size("num_hidden_layers")
+
+
+def windows_by_type(fields: Fields, window: int | None) -> Windows:
+    """`window` in the layers that `layer_types` names."""
+    num_layers = fields.size("num_hidden_layers")
+    types, by_type = fields.get("layer_types"), {"sliding_attention": window, "full_attention": None}
+    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= set(by_type):
+        raise CheckpointError(f"config.json: layer_types must name {num_layers} of {sorted(by_type)} (got {types!r})")
+    return tuple(by_type[name] for name in types)
+
+
+def token_ids(value: object) -> tuple[int, ...]:
+    """`eos_token_id`: one, a list of them, or none."""
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(type(token) is not int or token < 0 for token in ids):
+        raise CheckpointError(f"eos_token_id must be a token id or a list of them (got {value!r})")
+    return tuple(ids)
+
+
+def _dtype(fields: Fields) -> str:
+    name = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
+    if name not in DTYPES:
+        raise CheckpointError(f"config.json: dtype {name!r} is not supported; Baton serves {', '.join(DTYPES)}")
+    return name

@@ -1,0 +1,95 @@
+"""The shapes of the matrices and vectors that a rank holds of a model, by its `ModelConfig`. Loads no torch.
+
+They are those of the classes in `engine.models.decoder`, which load them; a test holds the two equal.
+`engine.model_cost` makes bytes and operations of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from engine.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class MatrixShape:
+    """Matrices of one size on one rank, as they are fused above."""
+
+    num_outputs: int
+    num_inputs: int
+    count: int = 1
+    """How many the rank holds, in all layers."""
+    is_packed: bool = False
+    """Whether a packed checkpoint has it in codes."""
+    num_ranks: int = 1
+    """Ranks among which its inputs are divided."""
+    is_expert: bool = False
+    """Whether a token is multiplied with those of its experts only."""
+    is_rounded: bool = True
+    """Whether `model.quantization` rounds it."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.num_outputs, self.num_inputs
+
+    @property
+    def num_elements(self) -> int:
+        """Of one of them."""
+        return self.num_outputs * self.num_inputs
+
+
+def layer_matrices(config: ModelConfig, tp_size: int) -> list[MatrixShape]:
+    """The matrices of all layers on one rank."""
+    attended, kv = _head_widths(config, tp_size)
+    hidden, num_layers, experts = config.hidden_size, config.num_hidden_layers, config.experts
+    matrices = [
+        MatrixShape(attended + 2 * kv, hidden, num_layers, is_packed=True),
+        MatrixShape(hidden, attended, num_layers, is_packed=True, num_ranks=tp_size),
+    ]
+    if num_dense := num_layers - (experts.num_layers if experts else 0):
+        matrices += _mlp_matrices(config.intermediate_size, num_dense, config, tp_size)
+    if experts is None:
+        return matrices
+    count = experts.num_layers
+    routed = _mlp_matrices(experts.intermediate_size, count * experts.num_experts, config, tp_size)
+    matrices += [replace(matrix, is_expert=True) for matrix in routed]
+    matrices.append(MatrixShape(experts.num_experts, hidden, count, is_rounded=False))
+    if shared := experts.shared_intermediate_size:
+        matrices += _mlp_matrices(shared, count, config, tp_size)
+        matrices.append(MatrixShape(1, hidden, count, is_rounded=False))
+    return matrices
+
+
+def _mlp_matrices(inner: int, count: int, config: ModelConfig, tp_size: int) -> list[MatrixShape]:
+    """Of as many MLPs whose middle is `inner` wide on all ranks together."""
+    width, hidden = inner // tp_size, config.hidden_size
+    return [
+        MatrixShape(2 * width, hidden, count, is_packed=True),
+        MatrixShape(hidden, width, count, is_packed=True, num_ranks=tp_size),
+    ]
+
+
+def vocabulary_matrix(config: ModelConfig, tp_size: int) -> MatrixShape:
+    """One rank's rows of the embedding, and of the head."""
+    return MatrixShape(-(-config.vocab_size // tp_size), config.hidden_size)
+
+
+def layer_vector_elements(config: ModelConfig, tp_size: int) -> int:
+    """Elements of the norms and biases of one layer on one rank."""
+    attended, kv = _head_widths(config, tp_size)
+    count = len(config.norms.names) * config.hidden_size
+    if config.qk_norm:
+        count += attended + kv
+    if config.attention_bias:
+        count += attended + 2 * kv
+    if config.attention_output_bias:
+        count += config.hidden_size
+    if config.mlp_bias:
+        count += 2 * config.intermediate_size // tp_size + config.hidden_size
+    return count
+
+
+def _head_widths(config: ModelConfig, tp_size: int) -> tuple[int, int]:
+    """Elements of one token's query heads, and of its keys, on one rank."""
+    num_kv_heads = len(config.kv_head_range(0, tp_size))
+    return config.num_attention_heads * config.head_dim // tp_size, num_kv_heads * config.head_dim
