@@ -229,10 +229,16 @@ def sampling(**values: Any) -> worker_pb2.Sampling:
 
 
 def hand_off(
-    name: str, prompt: list[int], prefill: Worker, decode: Worker, how: worker_pb2.Sampling, **more: Any
+    name: str,
+    prompt: list[int],
+    prefill: Worker,
+    decode: Worker,
+    how: worker_pb2.Sampling,
+    attempt: int = 1,
+    **more: Any,
 ) -> RequestKey:
     """Gives one request to a prefill and a decode worker, as the router does."""
-    key = RequestKey(name, 1)
+    key = RequestKey(name, attempt)
     common = {"key": key.to_proto(), "prompt_token_ids": prompt, "sampling": how, **more}
     decode.send(admit=worker_pb2.Admit(role=worker_pb2.ROLE_DECODE, expect_handoff=True, **common))
     prefill.send(admit=worker_pb2.Admit(role=worker_pb2.ROLE_PREFILL, decode_peer=decode.peer(), **common))
