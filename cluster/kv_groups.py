@@ -1,13 +1,83 @@
-"""Groups of layers that keep the same KV of a sequence: all of it, or a window.
+"""Groups of layers that keep the same of a sequence: the KV of all of it, or of a window, or a recurrent state.
 
 The blocks of one pool serve every group: a block holds so many tokens of one group's layers, and a sequence has a table
-of blocks for each group (docs/adr/0012-one-pool-for-groups-of-layers.md). Pure: knows no pool, no tensors and no model.
+of blocks for each group (docs/adr/0012-one-pool-for-groups-of-layers.md). A block of layers with a state holds the
+state behind the last of its tokens (docs/adr/0013-states-lie-in-blocks.md). Pure: knows no pool, no tensors and no
+model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+STATE_WINDOW = 2
+"""Tokens that a token sees in a layer with a state: itself, and the one before it, behind which the state is."""
+STATE_VALUE_BYTES = 4
+"""States are float32, whatever the pool's type."""
+
+
+class StateRun(NamedTuple):
+    """Values [start, stop) of a plane of a block that hold values [at, at + stop - start) of what is looked for."""
+
+    plane: int
+    start: int
+    stop: int
+    at: int
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """The recurrent state of one layer: parts with as many values for each of its heads, which ranks divide evenly.
+
+    A rank's part of it lies in the planes of its block as if these followed one another: all its heads of the first
+    part, all its heads of the second.
+    """
+
+    num_heads: int
+    """Of the whole model."""
+    part_sizes: tuple[int, ...]
+    """Values of one head in each part."""
+
+    def num_local_heads(self, tp_size: int) -> int:
+        return self.num_heads // tp_size
+
+    def head_range(self, tp_rank: int, tp_size: int) -> range:
+        """Global ids of the heads that a rank holds."""
+        count = self.num_local_heads(tp_size)
+        return range(tp_rank * count, (tp_rank + 1) * count)
+
+    def num_values(self, num_heads: int) -> int:
+        """Values of so many heads."""
+        return num_heads * sum(self.part_sizes)
+
+    def size_bytes(self, num_heads: int) -> int:
+        """Bytes of so many heads."""
+        return self.num_values(num_heads) * STATE_VALUE_BYTES
+
+    def runs(self, num_heads: int, plane_values: int, heads: range, part: int | None = None) -> list[StateRun]:
+        """Returns where these local heads of a rank with `num_heads` of them lie, in one part or in all of them, one
+        part after another. A plane has room for `plane_values`."""
+        found: list[StateRun] = []
+        first = at = 0
+        for number, size in enumerate(self.part_sizes):
+            if part in (None, number):
+                start, stop = first + heads.start * size, first + heads.stop * size
+                for run in _cut(start, stop, plane_values):
+                    found.append(StateRun(*run, at))
+                    at += run[2] - run[1]
+            first += num_heads * size
+        return found
+
+
+def _cut(start: int, stop: int, plane_values: int) -> Iterator[tuple[int, int, int]]:
+    """Planes, and the values of each, that [start, stop) of all planes lie in."""
+    while start < stop:
+        plane, inner = divmod(start, plane_values)
+        count = min(stop - start, plane_values - inner)
+        yield plane, inner, inner + count
+        start += count
 
 
 @dataclass(frozen=True)
@@ -17,10 +87,17 @@ class KvGroup:
     layers: tuple[int, ...]
     window: int | None = None
     """Tokens that a token sees, itself included; None: all before it."""
+    has_state: bool = False
+    """The layers keep a state; then `window` is `STATE_WINDOW`."""
 
     def first_seen(self, num_tokens: int) -> int:
         """The first token that is seen by the one behind the first `num_tokens`: `num_tokens` itself, if no other."""
         return 0 if self.window is None else max(0, num_tokens + 1 - self.window)
+
+    def first_whole(self, num_tokens: int, block_size: int) -> int:
+        """The first block that holds all it should, if no more than `first_seen` is kept of the first `num_tokens`."""
+        first = self.first_seen(num_tokens)
+        return first // block_size if self.has_state else -(-first // block_size)
 
 
 def all_layers(num_layers: int) -> tuple[KvGroup, ...]:
@@ -28,20 +105,24 @@ def all_layers(num_layers: int) -> tuple[KvGroup, ...]:
     return (KvGroup(tuple(range(num_layers))),)
 
 
-def group_layers(windows: Sequence[int | None]) -> tuple[KvGroup, ...]:
-    """Divides layers, given the window of each, into groups of equal size; those that keep everything come first.
+def group_layers(windows: Sequence[int | None], states: Collection[int] = ()) -> tuple[KvGroup, ...]:
+    """Divides layers, given the window of each, into groups of equal size; those that keep everything come first, and
+    those with a state, which `states` names, last.
 
     A group has as many layers as the rarest kind. Where another kind's layers do not divide by that, some of its groups
     have fewer, and their blocks an unused rest. A kind's layers are dealt out in turn, so that the first rows of all
     groups are the model's first layers.
     """
-    kinds = {window: [i for i, w in enumerate(windows) if w == window] for window in (None, *windows)}
-    present = {window: layers for window, layers in kinds.items() if layers}
+    every = [(window, layer in states) for layer, window in enumerate(windows)]
+    kinds: dict[tuple[int | None, bool], list[int]] = {(None, False): []}
+    for layer, kind in sorted(enumerate(every), key=lambda one: one[1][1]):
+        kinds.setdefault(kind, []).append(layer)
+    present = {kind: layers for kind, layers in kinds.items() if layers}
     size = min(map(len, present.values()))
     groups = []
-    for window, layers in present.items():
+    for (window, has_state), layers in present.items():
         count = -(-len(layers) // size)
-        groups += [KvGroup(tuple(layers[first::count]), window) for first in range(count)]
+        groups += [KvGroup(tuple(layers[first::count]), window, has_state) for first in range(count)]
     return tuple(groups)
 
 

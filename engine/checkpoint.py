@@ -167,12 +167,18 @@ class Checkpoint:
             if not data.count_nonzero():
                 self._unread.discard(name)
 
-    def check_all_read(self, ignored: tuple[str, ...]) -> None:
+    def num_unread(self, beginnings: tuple[str, ...]) -> int:
+        """Returns how many tensors with these beginnings of names were never read."""
+        return sum(name.startswith(beginnings) for name in self._unread)
+
+    def check_all_read(self, ignored: tuple[str, ...], left_out: tuple[str, ...] = ()) -> None:
         """Raises when a tensor was never read: the model would be computed without it.
 
-        `ignored` are endings of names that a checkpoint may carry for no use.
+        `ignored` are endings of names that a checkpoint may carry for no use, `left_out` beginnings of names of what is
+        left out on purpose.
         """
-        left = sorted(name for name in self._unread if not name.endswith(ignored))
+        kept = [name for name in self._unread if not name.startswith(left_out)]
+        left = sorted(name for name in kept if not name.endswith(ignored))
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
             file = self._folder / self._file_of_tensor[left[0]]

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 from cluster.errors import ConfigError
-from cluster.kv_groups import KvGroup
+from cluster.kv_groups import STATE_VALUE_BYTES, KvGroup
 from engine.kv.pool import KV_CACHE_DTYPES, POOL_DTYPES
-from engine.model_cost import WeightForm, kv_bytes_per_token, largest_matrix_elements, weight_bytes
+from engine.model_cost import WeightForm, kv_bytes_per_token, kv_layer_bytes, largest_matrix_elements, weight_bytes
 from engine.models.config import DTYPES, ModelConfig
 from engine.sampling.prompt_logprobs import rows_of_slice
 from engine.sequence import most_blocks
@@ -58,6 +58,25 @@ def resolve_kv_dtype(wanted: str, dtype: str, device: str) -> str:
     if wanted == "fp8" and device.startswith("cpu"):
         raise ConfigError("kv_cache_dtype: fp8 is for GPUs; use int8 on a CPU, which is as small and nearer")
     return POOL_DTYPES.get(wanted, dtype)
+
+
+def resolve_block_size(config: ModelConfig, tp_size: int, kv_dtype: str, wanted: int | None, preferred: int) -> int:
+    """Tokens of one block: None becomes `preferred`, what suits the attention, or the least multiple of it that has
+    room for the recurrent state of a layer. Raises ConfigError where the wanted has not."""
+    if config.delta_net is None:
+        return wanted or preferred
+    token_bytes = kv_layer_bytes(config, tp_size, kv_dtype)
+    state_bytes = config.delta_net.state.size_bytes(config.delta_net.num_key_heads // tp_size)
+    least = -(-state_bytes // token_bytes)
+    if wanted is None:
+        return -(-least // preferred) * preferred
+    if wanted < least or wanted * token_bytes // 2 % STATE_VALUE_BYTES:
+        least = -(-least // STATE_VALUE_BYTES) * STATE_VALUE_BYTES
+        raise ConfigError(
+            f"block_size: {wanted} tokens of {token_bytes} bytes have no room for the recurrent state of a layer, "
+            f"{state_bytes} bytes; use auto, or a multiple of {STATE_VALUE_BYTES} from {least} on"
+        )
+    return wanted
 
 
 def resolve_max_model_len(config: ModelConfig, wanted: int | None) -> int:
@@ -139,7 +158,7 @@ class MemoryDemand:
     def reserved_bytes(self) -> int:
         """The tables of rotary positions, and on a GPU what is taken while serving beside activations and pool, the
         block with which graphs pad their steps among it."""
-        table = 2 * self.config.max_position_embeddings * self.config.head_dim * self.form.element_type.itemsize
+        table = 2 * self.config.max_position_embeddings * self.config.rotary_dim * self.form.element_type.itemsize
         rope = len(self.config.ropes) * table
         if not self.device.startswith("cuda"):
             return rope

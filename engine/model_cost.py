@@ -2,9 +2,10 @@
 
 Operations and bytes of a step, of which MFU and MBU are made, are those that the model needs, not those that a kernel
 happens to do: two operations for each weight and token of a matrix product, the head for the rows with logits alone,
-attention for each pair of a token and a key that it sees; each weight's bytes once in the form it is kept in, the keys
-and values that are read once for each sequence, and those that are written. Norms, rope, activations, the embedding's
-rows and sampling are small beside it and left out.
+attention for each pair of a token and a key that it sees, two readings and a correction of a recurrent state for each
+token; each weight's bytes once in the form it is kept in, the keys and values that are read once for each sequence,
+those that are written, and a state for both. Norms, rope, activations, the embedding's rows and sampling are small
+beside it and left out.
 
 Legend: T tokens, S sequences, R rows with logits, P scored rows.
 """
@@ -23,7 +24,13 @@ from cluster.kv_groups import num_rows
 from engine.kv.pool import cell_size
 from engine.models.config import ModelConfig
 from engine.models.experts import ExpertsConfig
-from engine.models.shapes import MatrixShape, layer_matrices, layer_vector_elements, vocabulary_matrix
+from engine.models.shapes import (
+    MatrixShape,
+    layer_matrices,
+    layer_vector_elements,
+    state_vector_bytes,
+    vocabulary_matrix,
+)
 from engine.native.structures import INT4_ZEROS, INT8
 from engine.quantization.integers import multiplies_quantized, stored_bytes
 from engine.quantization.interface import Kernels, TritonProducts, weight_formats
@@ -92,10 +99,11 @@ def choose_form(
 
 def kv_bytes_per_token(config: ModelConfig, tp_size: int, kv_dtype: str) -> int:
     """Bytes of one token's keys and values in blocks of every group of layers on one rank, in a pool of this type."""
-    return len(config.kv_groups) * num_rows(config.kv_groups) * _kv_layer_bytes(config, tp_size, kv_dtype)
+    return len(config.kv_groups) * num_rows(config.kv_groups) * kv_layer_bytes(config, tp_size, kv_dtype)
 
 
-def _kv_layer_bytes(config: ModelConfig, tp_size: int, kv_dtype: str) -> int:
+def kv_layer_bytes(config: ModelConfig, tp_size: int, kv_dtype: str) -> int:
+    """Bytes of one token's keys and values in one layer on one rank."""
     kind = _torch_dtype(kv_dtype)
     head_bytes = cell_size(config.head_dim, kind) * kind.itemsize
     return 2 * len(config.kv_head_range(0, tp_size)) * head_bytes
@@ -114,8 +122,10 @@ def weight_bytes(config: ModelConfig, tp_size: int, form: WeightForm) -> int:
     if config.tie_word_embeddings and is_plain:
         head -= embedding
     layers = sum(m.count * _linear_bytes(config, m, form) for m in layer_matrices(config, tp_size))
-    vectors = config.num_hidden_layers * layer_vector_elements(config, tp_size) + config.hidden_size
-    return layers + embedding + head + vectors * kind.itemsize
+    num_attending = config.num_hidden_layers - len(config.state_layers)
+    vectors = num_attending * layer_vector_elements(config, tp_size) + config.hidden_size
+    of_states = state_vector_bytes(config, tp_size, kind.itemsize)
+    return layers + embedding + head + vectors * kind.itemsize + of_states
 
 
 def layers_multiplied_bytes(config: ModelConfig, tp_size: int, form: WeightForm, *, of_experts: bool = False) -> int:
@@ -188,6 +198,12 @@ class ModelFlops:
     """Bytes of one token's keys and values in one layer."""
     windows: tuple[tuple[int | None, int], ...]
     """(tokens that a token sees, None: all before it; number of such layers)."""
+    num_states: int = 0
+    """Layers that keep a recurrent state."""
+    state_flops: int = 0
+    """Operations of one token in the state of one layer."""
+    state_bytes: int = 0
+    """Bytes of one layer's state."""
     experts: ExpertsConfig | None = None
     experts_bytes: int = 0
     """Bytes of all experts of all layers."""
@@ -195,7 +211,8 @@ class ModelFlops:
     @classmethod
     def of(cls, config: ModelConfig, tp_size: int, form: WeightForm, kv_dtype: str) -> Self:
         """`kv_dtype`: the pool's type, as `engine.memory.resolve_kv_dtype` gives it."""
-        head = vocabulary_matrix(config, tp_size)
+        head, net = vocabulary_matrix(config, tp_size), config.delta_net
+        attending = [window for i, window in enumerate(config.layer_windows) if i not in config.state_layers]
         return cls(
             layers_flops=2 * multiplied_elements(config, tp_size),
             head_flops=2 * head.num_elements,
@@ -203,8 +220,11 @@ class ModelFlops:
             experts_bytes=layers_multiplied_bytes(config, tp_size, form, of_experts=True),
             head_bytes=_linear_bytes(config, head, form, is_read=True),
             pair_flops=4 * config.num_attention_heads // tp_size * config.head_dim,
-            kv_layer_bytes=_kv_layer_bytes(config, tp_size, kv_dtype),
-            windows=tuple(Counter(config.layer_windows).items()),
+            kv_layer_bytes=kv_layer_bytes(config, tp_size, kv_dtype),
+            windows=tuple(Counter(attending).items()),
+            num_states=len(config.state_layers),
+            state_flops=0 if net is None else 6 * net.matrix_elements // tp_size,
+            state_bytes=0 if net is None else net.state.size_bytes(net.num_key_heads // tp_size),
             experts=config.experts,
         )
 
@@ -229,6 +249,8 @@ class ModelFlops:
         flops = num_tokens * self.layers_flops + num_rows * self.head_flops + num_pairs * self.pair_flops
         size_bytes = self.weights_read(num_tokens) + (self.head_bytes if num_rows else 0)
         size_bytes += (num_read + written) * self.kv_layer_bytes
+        flops += num_tokens * self.num_states * self.state_flops
+        size_bytes += 2 * len(step.seqlens_k) * self.num_states * self.state_bytes
         return StepFlops(num_tokens, float(flops), float(size_bytes), has_prompt, has_decode)
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from cluster.kv_groups import KvGroup
+from cluster.kv_groups import KvGroup, StateShape
 from engine.attention.interface import AttentionBatch
 from engine.attention.registry import Heads, choose_attention
 from engine.checkpoint import Checkpoint
@@ -26,7 +26,7 @@ from engine.kv.pool import KvCache
 from engine.layers.linear import Loader
 from engine.layers.ops import choose_ops
 from engine.layers.rope import RopeTable
-from engine.memory import resolve_device, resolve_dtype, resolve_kv_dtype
+from engine.memory import resolve_block_size, resolve_device, resolve_dtype, resolve_kv_dtype
 from engine.model_cost import choose_form
 from engine.models.decoder import UNUSED_TENSORS, Decoder, StepContext
 from engine.models.folder import read_model
@@ -83,6 +83,8 @@ class ModelRunner:
         """
         self.config = read_model(model_path)
         self.config.check_tp_size(tp.size)
+        if deterministic:
+            self.config.check_deterministic()
         tp = OrderedSums(tp) if deterministic and tp.size > 1 else tp
         self._tp = tp
         self.device = torch.device(resolve_device(device))
@@ -109,7 +111,8 @@ class ModelRunner:
             self.config.attention_extras,
         )
         """Who computes attention, and why: what `auto` timed, what cannot run here."""
-        self.block_size = block_size or self._attention.block_size
+        kv_dtype = str(self._kv_dtype).removeprefix("torch.")
+        self.block_size = resolve_block_size(self.config, tp.size, kv_dtype, block_size, self._attention.block_size)
         self.weight_form = choose_form(
             self.config, dtype=self.dtype, device=str(self.device), quantization=quantization, kernels=products
         )
@@ -122,6 +125,8 @@ class ModelRunner:
         self._advance = choose_advance(products)
         if capture is None:
             obstacle = self._attention.static_obstacle(self.block_size, self._kv_dtype)
+            if self.config.delta_net is not None:
+                obstacle = "layers with a recurrent state are not captured"
             capture, self.graphs_reason = choose_capture(graphs_up_to, self.device, tp.size, obstacle)
         """The decode steps that are CUDA graphs, or why none are."""
         self._capture_with, self._graphs_up_to, self._sampler = capture, graphs_up_to, sampler
@@ -138,7 +143,10 @@ class ModelRunner:
             checkpoint.discard_zeros(".bias")  # which some writers add to every packed layer
         ignored = UNUSED_TENSORS + (() if self.config.packing is None else self.config.packing.unused_tensors)
         ignored += ("lm_head.weight",) if self.config.tie_word_embeddings else ()
-        checkpoint.check_all_read(ignored)
+        checkpoint.check_all_read(ignored, self.config.left_out)
+        if num_unused := checkpoint.num_unread(self.config.left_out):
+            names = " and ".join(f"{name}*" for name in self.config.left_out)
+            report(f"{num_unused} tensors of {names} are left out: layers that predict several tokens are not used")
         return model
 
     def make_pool(self, num_blocks: int, memory: Callable[[int], torch.Tensor] | None = None) -> None:
@@ -180,7 +188,7 @@ class ModelRunner:
         config, head_dim = self.config, self.config.head_dim
         self._num_blocks = num_blocks
         dtype = getattr(torch, self.dtype)
-        self._ropes = [RopeTable(rope, head_dim, num_positions, self.device, dtype) for rope in config.ropes]
+        self._ropes = [RopeTable(rope, config.rotary_dim, num_positions, self.device, dtype) for rope in config.ropes]
         self._kv = KvCache(
             groups,
             num_blocks + has_scratch,
@@ -190,11 +198,18 @@ class ModelRunner:
             self._kv_dtype,
             self.device,
             memory,
+            self._states,
         )
         self.decode_step, self.decode_reason = choose_decode_step(
             self._native, self._model, config, self._kv, self._ropes[0]
         )
         """Says that decode steps are one call, or why they are not."""
+
+    @property
+    def _states(self) -> tuple[StateShape, int] | None:
+        """The shape of the states that layers keep, and this rank's heads of them."""
+        net = self.config.delta_net
+        return None if net is None else (net.state, net.state.num_local_heads(self._tp.size))
 
     @property
     def attention_name(self) -> str:

@@ -54,6 +54,7 @@ def timed_config(config: ModelConfig) -> ModelConfig:
         dtype=str(_DTYPE).removeprefix("torch."),
         packing=None,
         layer_windows=(None,) * config.num_hidden_layers,
+        delta_net=None,
     )
 
 

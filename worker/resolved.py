@@ -16,7 +16,14 @@ from cluster.settings import WorkerSettings
 from engine.attention.registry import choose_attention
 from engine.kv.pool import cell_size
 from engine.layers.ops import choose_kernels
-from engine.memory import MemoryDemand, resolve_device, resolve_dtype, resolve_kv_dtype, resolve_max_model_len
+from engine.memory import (
+    MemoryDemand,
+    resolve_block_size,
+    resolve_device,
+    resolve_dtype,
+    resolve_kv_dtype,
+    resolve_max_model_len,
+)
 from engine.model_cost import ModelFlops, WeightForm, choose_form
 from engine.models.config import ModelConfig
 from engine.models.folder import read_model
@@ -43,8 +50,7 @@ class Resolved:
     transports: tuple[str, ...]
     """Transports that this worker can use, best first."""
     weights_revision: str
-    """Names the weights as they are served: the checkpoint's digest, the type, and what they are rounded to; of all
-    roles where those differ, since a request then goes from one form to the other."""
+    """Names the weights as they are served: the checkpoint's digest, the type, and what they are rounded to."""
 
     @property
     def is_timed(self) -> bool:
@@ -78,14 +84,18 @@ class Resolved:
 
     @cached_property
     def block_size(self) -> int:
-        """Tokens of one KV block; auto: what suits the attention. Raises ConfigError as `weight_form` does."""
+        """Tokens of one KV block; auto: what suits the attention and has room for a recurrent state. Raises ConfigError
+        as `weight_form` does, and for a size that has no such room."""
         engine = self.settings.engine
         if engine.block_size != "auto":
-            return engine.block_size
+            return self._with_room(engine.block_size, engine.block_size)
         dtype, kv_dtype = getattr(torch, self.dtype), getattr(torch, self.kv_dtype)
         device, extras = torch.device(self.device), self.config.attention_extras
         backend, _ = choose_attention(engine.attention, device, dtype, self._kernels, kv_dtype=kv_dtype, extras=extras)
-        return backend.block_size
+        return self._with_room(None, backend.block_size)
+
+    def _with_room(self, wanted: int | None, preferred: int) -> int:
+        return resolve_block_size(self.config, self.settings.tp_size, self.kv_dtype, wanted, preferred)
 
     def led_by(self, start: rank_pb2.Start) -> Resolved:
         """The same with what rank 0 has resolved for all ranks."""
@@ -140,9 +150,14 @@ def resolve(settings: WorkerSettings) -> Resolved:
         return _resolve_timed(settings)
     device = resolve_device(settings.engine.device)
     config = read_model(settings.model.path)
+    if config.delta_net is not None:
+        raise ConfigError(
+            f"model.path: workers do not hand recurrent states over yet, which {config.architecture} keeps"
+        )
+    if settings.engine.deterministic:
+        config.check_deterministic()
     dtype = resolve_dtype(config, settings.model.dtype, device)
     rounded = [settings.model.quantization] if settings.model.quantization != "none" else []
-    form = [settings.weight_forms] if settings.weight_forms else [dtype, *rounded]
     return Resolved(
         settings=settings.with_values(device=device),
         config=config,
@@ -152,7 +167,7 @@ def resolve(settings: WorkerSettings) -> Resolved:
         kv_dtype=resolve_kv_dtype(settings.engine.kv_cache_dtype, dtype, device),
         max_model_len=resolve_max_model_len(config, settings.model.max_model_len),
         transports=supported(device, settings.transfer.transport),
-        weights_revision="+".join((checkpoint_digest(Path(settings.model.path)), *form)),
+        weights_revision="+".join((checkpoint_digest(Path(settings.model.path)), dtype, *rounded)),
     )
 
 

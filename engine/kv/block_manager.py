@@ -267,7 +267,7 @@ class BlockManager:
             digests = list(prefix_hash.block_hashes(parent, tokens, size, key, start - first))
             for place, group in enumerate(self.groups):
                 blocks = block_table[start * count + place : end * count : count]
-                num_cut = max(0, -(-group.first_seen(num_landed) // size) - start)
+                num_cut = max(0, group.first_whole(num_landed, size) - start)
                 new = self._publish_of(place, blocks[num_cut:], digests[num_cut:])
                 if place == 0:
                     stored += new

@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from cluster.kv_groups import KvGroup, num_rows
+from cluster.kv_groups import KvGroup, StateShape, num_rows
+from engine.kv.states import StatePages
 from engine.triton.target import obstacle
 
 SCALE_BYTES = 4
@@ -43,19 +44,28 @@ class KvCache:
         dtype: torch.dtype,
         device: torch.device,
         memory: Callable[[int], Tensor] | None = None,
+        states: tuple[StateShape, int] | None = None,
     ) -> None:
-        """`memory` gives so many bytes of zeros, uint8, for the pool to lie in; None: the device's."""
+        """`memory` gives so many bytes of zeros, uint8, for the pool to lie in; None: the device's. `states`: the shape
+        of those that groups have, and the heads of this rank."""
         shape = (num_rows(groups), 2, num_blocks, block_size, num_kv_heads, cell_size(head_dim, dtype))
         if memory is None:
             self.pool = torch.zeros(shape, dtype=dtype, device=device)
         else:
             self.pool = memory(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
         rows = {layer: self.pool[row] for group in groups for row, layer in enumerate(group.layers)}
+        with_state = {layer for group in groups if group.has_state for layer in group.layers}
+        assert states is not None or not with_state, "layers keep a state that has no shape"
+        self._states = {layer: StatePages(rows[layer], *states) for layer in with_state} if states else {}
         self._pages = {layer: (row[0], row[1]) for layer, row in rows.items()}
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, [N, K, H, D] each, sharing the pool's memory."""
         return self._pages[layer]
+
+    def states(self, layer: int) -> StatePages:
+        """The states of a layer that keeps them, sharing the pool's memory."""
+        return self._states[layer]
 
     def copy_blocks(self, copies: Tensor) -> None:
         """Copies whole blocks: int64 [C, 2] of source and target. All are read before one is written."""

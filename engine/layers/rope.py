@@ -1,7 +1,8 @@
 """Rotary position embeddings: frequencies as transformers computes them, tabulated once, applied in three operations.
 
-Legend: P positions in the table, T tokens, H heads, D head_dim. Halves are rotated as in GPT-NeoX and Hugging Face's
-checkpoints (dimension i pairs with i + D/2). The papers: RoFormer (arXiv 2104.09864), YaRN (arXiv 2309.00071).
+Legend: P positions in the table, T tokens, H heads, D dimensions that are turned, the first of a head. Halves are
+rotated as in GPT-NeoX and Hugging Face's checkpoints (dimension i pairs with i + D/2). The papers: RoFormer (arXiv
+2104.09864), YaRN (arXiv 2309.00071).
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from engine.models.config import RopeConfig
 class RopeTable:
     """cos and sin of every position up to `length`, in the dtype the model computes in."""
 
-    def __init__(self, rope: RopeConfig, head_dim: int, length: int, device: torch.device, dtype: torch.dtype) -> None:
-        frequencies, scale = rope_frequencies(rope, head_dim)
+    def __init__(
+        self, rope: RopeConfig, num_turned: int, length: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        frequencies, scale = rope_frequencies(rope, num_turned)
         angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)  # [P, D/2]
         cos, sin = angles.cos() * scale, angles.sin() * scale
         self.cos = torch.cat([cos, cos], dim=-1).unsqueeze(1).to(device, dtype)  # [P, 1, D]
@@ -29,8 +32,11 @@ class RopeTable:
 
 
 def rotate(heads: torch.Tensor, rows: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Rotates [T, H, D] query or key heads by a table's rows."""
+    """Rotates [T, H, D and more] query or key heads by a table's rows."""
     cos, sin = rows
+    num_turned = cos.shape[-1]
+    if num_turned < heads.shape[-1]:
+        return torch.cat([rotate(heads[..., :num_turned], rows), heads[..., num_turned:]], dim=-1)
     return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), sin)
 
 

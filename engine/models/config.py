@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from cluster.errors import CheckpointError, ConfigError
 from cluster.kv_groups import KvGroup, group_layers
+from engine.models.delta_net import DeltaNetConfig
 from engine.models.experts import ExpertsConfig
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ _COMMON = frozenset(
     {
         *("architecture", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
         *("num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope"),
-        *("tie_word_embeddings", "dtype", "eos_token_ids", "packing", "tensors"),
+        *("tie_word_embeddings", "dtype", "eos_token_ids", "packing", "tensors", "left_out"),
     }
 )
 """Fields of `ModelConfig` that every model has; each of the others is a feature."""
@@ -107,6 +108,10 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     """RMSNorm on each query and key head before rope."""
+    attention_gate: bool = False
+    """Each query head has as many gates beside it, by whose sigmoid attention's output is multiplied."""
+    rotary_share: float | None = None
+    """Share of a head's dimensions that rope turns, the first ones; None: all."""
     activation: Literal["silu", "gelu_tanh"] = "silu"
     """Of the gate: gelu_tanh is gelu by its approximation with tanh."""
     norms: LayerNorms = LayerNorms()
@@ -122,9 +127,13 @@ class ModelConfig:
     """Each query head has a score of its own that takes its share of attention's softmax and adds no value."""
     logit_softcap: float | None = None
     experts: ExpertsConfig | None = None
+    delta_net: DeltaNetConfig | None = None
+    """Layers that keep a recurrent state; their `layer_windows` are `cluster.kv_groups.STATE_WINDOW`."""
     packing: Stored | None = None
     """How its checkpoint stores the linear layers; None: as plain weights."""
     tensors: TensorNames = TensorNames()
+    left_out: tuple[str, ...] = ()
+    """Beginnings of the names of tensors that are not loaded: layers that predict several tokens."""
 
     def check_heads(self) -> None:
         """Raises CheckpointError for heads that nothing here computes."""
@@ -133,13 +142,26 @@ class ModelConfig:
                 f"config.json: num_key_value_heads {self.num_key_value_heads} does not divide "
                 f"num_attention_heads {self.num_attention_heads}"
             )
-        if self.head_dim % 2:
-            raise CheckpointError(f"config.json: head_dim {self.head_dim} is odd; rotary embeddings need an even one")
+        if self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim:
+            turned = "" if self.rotary_share is None else f" turned by {self.rotary_dim} dimensions"
+            raise CheckpointError(
+                f"config.json: head_dim {self.head_dim}{turned} is odd; rotary embeddings need an even one"
+            )
 
     @cached_property
     def kv_groups(self) -> tuple[KvGroup, ...]:
         """The groups of layers whose KV lies in blocks of their own."""
-        return group_layers(self.layer_windows)
+        return group_layers(self.layer_windows, self.state_layers)
+
+    @property
+    def state_layers(self) -> tuple[int, ...]:
+        """The layers that keep a recurrent state."""
+        return () if self.delta_net is None else tuple(i for i, is_one in enumerate(self.delta_net.layers) if is_one)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that rope turns."""
+        return self.head_dim if self.rotary_share is None else int(self.head_dim * self.rotary_share)
 
     @property
     def features(self) -> frozenset[str]:
@@ -174,8 +196,9 @@ class ModelConfig:
         """The first layer of each kind that the model has."""
         has_experts = self.experts.layers if self.experts else (False,) * self.num_hidden_layers
         ropes = map(self.rope_of, range(self.num_hidden_layers))
+        has_state = [layer in self.state_layers for layer in range(self.num_hidden_layers)]
         first: dict[tuple[object, ...], int] = {}
-        for layer, kind in enumerate(zip(self.layer_windows, has_experts, ropes, strict=True)):
+        for layer, kind in enumerate(zip(self.layer_windows, has_state, has_experts, ropes, strict=True)):
             first.setdefault(kind, layer)
         return tuple(first.values())
 
@@ -183,7 +206,9 @@ class ModelConfig:
         """Whether query heads and MLP columns split evenly, and KV heads split or replicate evenly."""
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         splits_kv = kv_heads % tp_size == 0 or tp_size % kv_heads == 0
-        return heads % tp_size == 0 and splits_kv and not any(size % tp_size for size in self._inner_sizes())
+        splits_states = self.delta_net is None or self.delta_net.num_key_heads % tp_size == 0
+        splits_mlps = not any(size % tp_size for size in self._inner_sizes())
+        return heads % tp_size == 0 and splits_kv and splits_states and splits_mlps
 
     def _inner_sizes(self) -> list[int]:
         """Sizes of the MLPs that the model has."""
@@ -200,10 +225,19 @@ class ModelConfig:
         sizes = [str(n) for n in range(1, self.num_attention_heads + 1) if self.allows_tp_size(n)]
         inner = ", ".join(str(size) for size in self._inner_sizes() if size)
         choices = " or ".join([", ".join(sizes[:-1]), sizes[-1]] if len(sizes) > 1 else sizes)
+        states = "" if self.delta_net is None else f", {self.delta_net.num_key_heads} key heads of states"
         raise ConfigError(
             f"tensor_parallel: {tp_size} does not divide {self.num_attention_heads} attention heads, "
-            f"{self.num_key_value_heads} KV heads and MLPs of {inner}; use {choices}"
+            f"{self.num_key_value_heads} KV heads{states} and MLPs of {inner}; use {choices}"
         )
+
+    def check_deterministic(self) -> None:
+        """Raises ConfigError where a token's logits depend on what else is computed in its step."""
+        if self.delta_net is not None:
+            raise ConfigError(
+                f"engine.deterministic: {self.architecture} has layers with a recurrent state, which takes in one "
+                "token by other products than several; set it to false"
+            )
 
     def kv_head_range(self, tp_rank: int, tp_size: int) -> range:
         """The KV heads that a rank holds: an equal slice, or one replicated head where ranks outnumber heads."""

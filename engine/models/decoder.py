@@ -20,6 +20,7 @@ import torch
 from engine.attention.interface import Attention, AttentionBatch
 from engine.checkpoint import TensorSlice
 from engine.kv.pool import KvCache
+from engine.layers.delta_net import GatedDeltaNet
 from engine.layers.experts import RoutedExperts
 from engine.layers.linear import (
     ColumnParallelLinear,
@@ -33,7 +34,7 @@ from engine.layers.linear import (
     VocabShard,
     takes_rounded,
 )
-from engine.layers.ops import gelu_mul
+from engine.layers.ops import Ops, TorchOps, gelu_mul
 from engine.models.config import ModelConfig
 from engine.quantization.interface import Rows
 
@@ -94,7 +95,7 @@ class LayerMlp(Protocol):
 
 
 class SelfAttention:
-    """Grouped-query attention with q, k and v in one projection."""
+    """Grouped-query attention with q, k and v in one projection; of a gated one each query head's gates follow it."""
 
     def __init__(self, config: ModelConfig, layer: int, loader: Loader) -> None:
         name = f"model.layers.{layer}.self_attn"
@@ -108,7 +109,7 @@ class SelfAttention:
                 name,
                 config.tensors.qkv,
                 [
-                    _head_columns(config.num_attention_heads, heads, config.head_dim),
+                    _head_columns(config.num_attention_heads, heads, config.head_dim * (1 + config.attention_gate)),
                     _head_columns(config.num_key_value_heads, kv_heads, config.head_dim),
                     _head_columns(config.num_key_value_heads, kv_heads, config.head_dim),
                 ],
@@ -125,7 +126,8 @@ class SelfAttention:
         )
         self.head_norm = self._load_head_norm(config, name, loader) if config.qk_norm else None  # [Hq + H, D]
         self._eps = config.rms_norm_eps
-        self._ops = loader.ops
+        self._has_gate = config.attention_gate
+        self._ops: Ops = loader.ops if config.rotary_share is None else TorchOps()  # only torch turns a part of a head
         self.layer = layer
         self.group = next(place for place, group in enumerate(config.kv_groups) if layer in group.layers)
         window = config.layer_windows[layer]
@@ -146,7 +148,7 @@ class SelfAttention:
     def __call__(self, x: Rows, context: StepContext) -> torch.Tensor:
         pages = context.kv.pages(self.layer)
         qkv = self.qkv(x)
-        qkv = qkv.view(qkv.shape[0], self.num_heads + 2 * self.num_kv_heads, self._head_dim)
+        qkv, gate = self._split_gate(qkv.view(qkv.shape[0], -1, self._head_dim))
         q = self._ops.rotate_and_store(
             qkv,
             self.head_norm,
@@ -166,7 +168,14 @@ class SelfAttention:
             window_size=self.window_size,
             **self._extras,
         )
-        return self.out(out.flatten(1))
+        return self.out(out.flatten(1) if gate is None else torch.mul(out, gate.sigmoid_()).flatten(1))
+
+    def _split_gate(self, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[T, Hq + 2 H, D], and the gates [T, Hq, D] if each query head has them behind it."""
+        if not self._has_gate:
+            return heads, None
+        gated = 2 * self.num_heads
+        return torch.cat([heads[:, :gated:2], heads[:, gated:]], dim=1), heads[:, 1:gated:2]
 
     def _load_sinks(self, config: ModelConfig, name: str, heads: range, loader: Loader) -> torch.Tensor:
         part = TensorSlice(f"{name}.sinks", (config.num_attention_heads,), 0, heads.start, heads.stop)
@@ -177,6 +186,26 @@ class SelfAttention:
         size, eps = config.head_dim, config.rms_norm_eps
         q, k = (RmsNorm(loader, f"{name}.{which}_norm", size, eps, config.has_offset_norms).weight for which in "qk")
         return torch.cat([q.expand(self.num_heads, -1), k.expand(self.num_kv_heads, -1)])
+
+
+class StatefulMixer:
+    """A layer that keeps a recurrent state instead of keys and values."""
+
+    def __init__(self, config: ModelConfig, layer: int, loader: Loader) -> None:
+        assert config.delta_net is not None
+        self.layer = layer
+        self._group = next(place for place, group in enumerate(config.kv_groups) if layer in group.layers)
+        self._rule = GatedDeltaNet(config.delta_net, config.hidden_size, config.rms_norm_eps, layer, loader)
+
+    @property
+    def takes_rounded(self) -> bool:
+        return takes_rounded(self._rule.inputs.matrix)
+
+    def __call__(self, x: Rows, context: StepContext) -> torch.Tensor:
+        mixed = self._rule.mix(x, context.batches[self._group], context.kv.states(self.layer))
+        if context.on_layer is not None:
+            context.on_layer(self.layer + 1)
+        return self._rule.out(mixed)
 
 
 class GatedMlp:
@@ -234,6 +263,8 @@ class DecoderLayer:
 
 def _attention(config: ModelConfig, layer: int, loader: Loader) -> LayerAttention:
     """A family whose layers attend in another way has the class of that chosen here."""
+    if layer in config.state_layers:
+        return StatefulMixer(config, layer, loader)
     return SelfAttention(config, layer, loader)
 
 

@@ -72,21 +72,34 @@ def read_decoder(
     )
 
 
-def read_rope(fields: Fields) -> RopeConfig:
+def read_rope(fields: Fields, *, is_partial: bool = False) -> RopeConfig:
     """The rope of all layers: `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (transformers
-    4)."""
-    values = fields.within("rope_parameters" if fields.get("rope_parameters") else "rope_scaling")
-    return rope_of(values, fields, fields.number("rope_theta", 10000.0))
+    4). `is_partial`: what it turns of a head is for `rotary_share`."""
+    return rope_of(_rope_fields(fields), fields, fields.number("rope_theta", 10000.0), is_partial=is_partial)
 
 
-def rope_of(values: Fields, fields: Fields, rope_theta: float) -> RopeConfig:
-    """Reads one rope's parameters. `fields` are those of config.json, where some stand; `rope_theta`: the default."""
+def rotary_share(fields: Fields, default: float) -> float | None:
+    """`partial_rotary_factor`, None where it is 1: the share of a head's dimensions that rope turns."""
+    key = "partial_rotary_factor"
+    share = _rope_fields(fields).number(key, fields.number(key, default))
+    if share > 1:
+        raise CheckpointError(f"config.json: {key} must be at most 1 (got {share})")
+    return None if share == 1 else share
+
+
+def _rope_fields(fields: Fields) -> Fields:
+    return fields.within("rope_parameters" if fields.get("rope_parameters") else "rope_scaling")
+
+
+def rope_of(values: Fields, fields: Fields, rope_theta: float, *, is_partial: bool = False) -> RopeConfig:
+    """Reads one rope's parameters. `fields` are those of config.json, where some stand; `rope_theta`: the default;
+    `is_partial`: as of `read_rope`."""
     rope_type = values.get("rope_type") or values.get("type") or "default"
     if rope_type not in ROPE_TYPES:
         raise CheckpointError(
             f"config.json: rope_type {rope_type!r} is not supported; Baton computes {', '.join(ROPE_TYPES)}"
         )
-    for source in (fields, values):
+    for source in () if is_partial else (fields, values):
         if (partial := source.get("partial_rotary_factor")) not in (None, 1.0):
             raise CheckpointError(f"config.json: partial_rotary_factor {partial!r} is not supported; only 1.0 is")
     max_position_embeddings = fields.size("max_position_embeddings")

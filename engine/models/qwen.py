@@ -19,7 +19,7 @@ def _qwen2(fields: Fields) -> ModelConfig:
 
 def _qwen2_moe(fields: Fields) -> ModelConfig:
     """Experts beside one that every token takes."""
-    return replace(_qwen2(fields), experts=_experts(fields, fields.size("shared_expert_intermediate_size")))
+    return replace(_qwen2(fields), experts=read_experts(fields, fields.size("shared_expert_intermediate_size")))
 
 
 def _qwen3(fields: Fields) -> ModelConfig:
@@ -27,7 +27,7 @@ def _qwen3(fields: Fields) -> ModelConfig:
 
 
 def _qwen3_moe(fields: Fields) -> ModelConfig:
-    config = replace(_with_head_norms(fields), experts=_experts(fields))
+    config = replace(_with_head_norms(fields), experts=read_experts(fields))
     return replace(config, layer_windows=one_window(fields)) if fields.flag("use_sliding_window") else config
 
 
@@ -50,7 +50,7 @@ def _windows(fields: Fields) -> Windows:
     return tuple(window if layer >= first else None for layer in range(num_layers))
 
 
-def _experts(fields: Fields, shared_intermediate_size: int = 0) -> ExpertsConfig | None:
+def read_experts(fields: Fields, shared_intermediate_size: int = 0) -> ExpertsConfig | None:
     """In each `decoder_sparse_step`th layer that `mlp_only_layers` does not name. Raises CheckpointError naming the
     field."""
     dense = fields.get("mlp_only_layers") or []

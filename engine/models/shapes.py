@@ -42,10 +42,16 @@ def layer_matrices(config: ModelConfig, tp_size: int) -> list[MatrixShape]:
     """The matrices of all layers on one rank."""
     attended, kv = _head_widths(config, tp_size)
     hidden, num_layers, experts = config.hidden_size, config.num_hidden_layers, config.experts
+    net, num_states = config.delta_net, len(config.state_layers)
+    queries = attended * (1 + config.attention_gate)
     matrices = [
-        MatrixShape(attended + 2 * kv, hidden, num_layers, is_packed=True),
-        MatrixShape(hidden, attended, num_layers, is_packed=True, num_ranks=tp_size),
+        MatrixShape(queries + 2 * kv, hidden, num_layers - num_states, is_packed=True),
+        MatrixShape(hidden, attended, num_layers - num_states, is_packed=True, num_ranks=tp_size),
     ]
+    if net is not None:
+        outputs, inner = net.num_key_heads * net.head_outputs, net.num_value_heads * net.value_head_dim
+        matrices.append(MatrixShape(outputs // tp_size, hidden, num_states, is_packed=True))
+        matrices.append(MatrixShape(hidden, inner // tp_size, num_states, is_packed=True, num_ranks=tp_size))
     if num_dense := num_layers - (experts.num_layers if experts else 0):
         matrices += _mlp_matrices(config.intermediate_size, num_dense, config, tp_size)
     if experts is None:
@@ -75,18 +81,29 @@ def vocabulary_matrix(config: ModelConfig, tp_size: int) -> MatrixShape:
 
 
 def layer_vector_elements(config: ModelConfig, tp_size: int) -> int:
-    """Elements of the norms and biases of one layer on one rank."""
+    """Elements of the norms and biases of one attending layer on one rank."""
     attended, kv = _head_widths(config, tp_size)
     count = len(config.norms.names) * config.hidden_size
     if config.qk_norm:
         count += attended + kv
     if config.attention_bias:
-        count += attended + 2 * kv
+        count += attended * (1 + config.attention_gate) + 2 * kv
     if config.attention_output_bias:
         count += config.hidden_size
     if config.mlp_bias:
         count += 2 * config.intermediate_size // tp_size + config.hidden_size
     return count
+
+
+def state_vector_bytes(config: ModelConfig, tp_size: int, element_bytes: int) -> int:
+    """Bytes of what all layers with a recurrent state have beside their matrices, on one rank: norms in the model's
+    type; convolutions, decays and the norms of the heads in float32."""
+    net = config.delta_net
+    if net is None:
+        return 0
+    heads = net.num_key_heads // tp_size * (net.head_channels * net.conv_kernel + 2 * net.values_per_key)
+    norms = len(config.norms.names) * config.hidden_size * element_bytes
+    return net.num_layers * (norms + (heads + net.value_head_dim) * 4)
 
 
 def _head_widths(config: ModelConfig, tp_size: int) -> tuple[int, int]:

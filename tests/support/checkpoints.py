@@ -30,6 +30,7 @@ _CLASSES = {
     "qwen3-moe": "Qwen3Moe",
     "gemma2": "Gemma2",
     "gemma3": "Gemma3",
+    "qwen3-next": "Qwen3Next",
 }
 """What transformers' classes begin with."""
 
@@ -77,6 +78,17 @@ _KIND_FIELDS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 40,
         "norm_topk_prob": True,
         "mlp_only_layers": [1],
+    },
+    "qwen3-next": {
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 24,
     },
     "gemma2": {"sliding_window": 24, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0},
     "gemma3": {"sliding_window": 24, "query_pre_attn_scalar": 24, "num_hidden_layers": 7, "sliding_window_pattern": 3},
@@ -131,7 +143,10 @@ def _randomize(model: torch.nn.Module, seed: int) -> None:
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if "norm" in name:
-                value = 0.2 * noise if type(model).__name__.startswith("Gemma") else 1.0 + 0.2 * noise
+                is_offset = type(model).__name__.startswith(("Gemma", "Qwen3Next")) and "linear_attn" not in name
+                value = 0.2 * noise if is_offset else 1.0 + 0.2 * noise
+            elif name.endswith("A_log"):
+                value = noise - 1.0
             elif name.endswith("bias"):
                 value = 0.3 * noise
             elif "embed" in name:

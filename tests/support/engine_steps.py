@@ -41,6 +41,7 @@ def make_runner(
     capture: Capture | None = None,
     open_weights: Callable[[Path], Checkpoint] = Checkpoint,
     sampler: Sampler | None = None,
+    report: Callable[[str], None] | None = None,
 ) -> ModelRunner:
     return ModelRunner(
         path,
@@ -58,6 +59,7 @@ def make_runner(
         capture=capture,
         open_weights=open_weights,
         sampler=sampler,
+        report=report,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.kv_groups import KvGroup
+from cluster.kv_groups import STATE_WINDOW, KvGroup, StateShape, group_layers
 from engine.kv.block_manager import BlockManager
 
 GROUPS = (KvGroup((0,)), KvGroup((1,), window=6))
@@ -87,3 +87,79 @@ def test_a_watcher_is_told_of_the_first_group() -> None:
     assert manager.flush_cache() == 8
     events = manager.take_cache_events()
     assert events is not None and len(events.evicted) == 4
+
+
+STATES = (KvGroup((0,)), KvGroup((1,), window=STATE_WINDOW, has_state=True))
+
+
+def run_with_state(manager: BlockManager, num_tokens: int) -> list[int]:
+    """The table of a sequence that has taken its tokens in one after another, with the states that it still needs."""
+    table: list[int] = []
+    for end in range(1, num_tokens + 1):
+        rows = -(-end // 4)
+        manager.fill(table, rows, [range(len(table) // 2, rows)] * 2)
+        manager.publish(TOKENS, table, b"", end)
+        manager.leave_windows(table, end)
+    return table
+
+
+def test_a_sequence_keeps_its_newest_state_and_those_at_block_ends_stay_cached() -> None:
+    manager = BlockManager(12, 4, groups=STATES)
+    table = run_with_state(manager, 14)
+    assert [block >= 0 for block in table[1::2]] == [False, False, False, True]
+    assert (manager.num_held, manager.num_cached, manager.num_free) == (5, 3, 4)
+    manager.leave_windows(table, 16)
+    assert table[7] >= 0, "the next token goes on from the state behind 16"
+    manager.check()
+
+
+def test_a_prefix_ends_where_a_state_is() -> None:
+    manager = BlockManager(8, 4, groups=STATES)
+    table = run_with_state(manager, 14)
+    manager.release(table)
+    again = manager.match_prefix(TOKENS)
+    assert [block >= 0 for block in again] == [True, False, True, False, True, True]
+    manager.release(again)
+    manager.release(manager.allocate(3))  # what is free, and the state behind four tokens
+    assert len(manager.match_prefix(TOKENS)) == 6
+    manager.check()
+
+
+def test_a_state_that_landed_is_found_where_it_ends_a_block_and_not_before() -> None:
+    manager = BlockManager(12, 4, groups=STATES)
+    table: list[int] = []
+    manager.fill(table, 4, [range(4), range(3, 4)])
+    manager.publish(TOKENS, table, b"", 16, num_landed=16)
+    assert len(manager.match_prefix(TOKENS)) == 8
+    assert manager.match_prefix(TOKENS[:16]) == [], "nobody has the state behind 12 tokens"
+    other = BlockManager(12, 4, groups=STATES)
+    table = []
+    other.fill(table, 4, [range(4), range(3, 4)])
+    other.publish(TOKENS, table, b"", 14, num_landed=14)
+    assert other.match_prefix(TOKENS) == [], "what landed is the state behind 14 tokens"
+    other.publish(TOKENS, table, b"", 16, num_landed=14)
+    assert len(other.match_prefix(TOKENS)) == 8, "two tokens later it is the state behind 16"
+    other.check()
+
+
+def test_layers_with_a_state_come_in_groups_as_large_as_the_others() -> None:
+    windows = tuple(None if layer % 4 == 3 else STATE_WINDOW for layer in range(8))
+    groups = group_layers(windows, [layer for layer in range(8) if layer % 4 != 3])
+    assert groups[0] == KvGroup((3, 7))
+    assert [(group.layers, group.has_state) for group in groups[1:]] == [((0, 4), True), ((1, 5), True), ((2, 6), True)]
+
+
+def test_heads_of_a_state_lie_where_every_rank_finds_them() -> None:
+    """In planes too small for a part: each value once, whichever ranks share it out."""
+    shape = StateShape(4, (10, 3))
+    planes = [[-1] * 20, [-1] * 20, [-1] * 20]
+    for head in range(4):
+        for run in shape.runs(4, 20, range(head, head + 1)):
+            for place in range(run.start, run.stop):
+                assert planes[run.plane][place] == -1
+                planes[run.plane][place] = head * 13 + run.at + place - run.start
+    flat = [value for plane in planes for value in plane]
+    assert sorted(flat[:52]) == list(range(52)) and set(flat[52:]) == {-1}
+    first = shape.runs(4, 20, range(4), 0)
+    assert sum(run.stop - run.start for run in first) == 40 and [run.at for run in first] == [0, 20]
+    assert shape.size_bytes(4) == 52 * 4 and shape.head_range(1, 2) == range(2, 4)

@@ -58,12 +58,12 @@ def test_what_kernels_multiply_is_counted_with_what_pads_it(tmp_path: Path) -> N
     assert runner.weight_form == (tiled if kernels is not None and kernels.has_products else plain)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *GEMMA_KINDS])
+@pytest.mark.parametrize("kind", [*KINDS, *GEMMA_KINDS, "qwen3-next"])
 def test_so_are_those_of_each_architecture_and_rank(kind: str, tmp_path: Path) -> None:
     folder = make_checkpoint(kind, tmp_path, **({"mlp_bias": True} if kind == "llama" else {}))
     config = read_model(folder)
 
-    for size in (1, 2, 8):
+    for size in filter(config.allows_tp_size, (1, 2, 4, 8)):
         held = on_each_rank(size, lambda tp: held_bytes(make_runner(folder, tp=tp)))
         assert held == [weight_bytes(config, size, PLAIN)] * size
 

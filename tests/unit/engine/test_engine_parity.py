@@ -56,6 +56,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-moe-normalized": ("qwen2-moe", {"norm_topk_prob": True, "decoder_sparse_step": 1}),
     "qwen3-moe": ("qwen3-moe", {}),
     "qwen3-moe-all-experts": ("qwen3-moe", {"num_experts_per_tok": 8, "norm_topk_prob": False, "mlp_only_layers": []}),
+    "qwen3-next": ("qwen3-next", {}),
+    "qwen3-next-one-key-head": (
+        "qwen3-next",
+        {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 16, "num_key_value_heads": 1},
+    ),
+    "qwen3-next-dense-biased": (
+        "qwen3-next",
+        {
+            "attention_bias": True,
+            "num_hidden_layers": 5,
+            "layer_types": ["full_attention", "linear_attention"] * 2 + ["linear_attention"],
+            "mlp_only_layers": [0, 3],
+            "linear_conv_kernel_dim": 2,
+            "linear_value_head_dim": 12,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
     "gemma2": ("gemma2", {}),
     "gemma2-untied-short-window": ("gemma2", {"sliding_window": 5, "tie_word_embeddings": False}),
     "gemma3": ("gemma3", {}),

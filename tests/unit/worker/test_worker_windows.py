@@ -40,6 +40,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral, window of 3": ("mistral", {"sliding_window": 3}),
     "qwen3": ("qwen3", {"use_sliding_window": True, "sliding_window": 50, "max_window_layers": 2}),
 }
+LAYERS: list[tuple[tuple[int | None, ...], tuple[int, ...]]] = [
+    *[((None, 5), ()), ((None, 1), ()), ((3, 3), ()), ((None, 2, 7), ()), ((6, None, 6, 6), ()), ((17,), ())],
+    *[((2, None), (0,)), ((2, 2, 2, None), (0, 1, 2)), ((None, 2, 6), (1,)), ((2, 2, None), (0,)), ((2,), (0,))],
+]
+"""Windows of a model's layers, and its layers with a state."""
 
 
 class _Step:
@@ -83,7 +88,8 @@ class NoRanks:
 
 
 class HashedPages:
-    """Ranks whose KV is a hash of the tokens so far, in each group's own slot: (before the token, behind it).
+    """Ranks whose KV is a hash of the tokens so far, in each group's own slot: (before the token, behind it). Of a
+    group with a state, the first slot of a block has the newest.
 
     A step reads all that its tokens see, and fails where that is not of its sequence.
     """
@@ -112,7 +118,8 @@ class HashedPages:
         for place, group in enumerate(self._groups):
             own, pages, first = step.of_group(place), self._slots[place], group.first_seen(position)
             at = np.arange(first, position)
-            seen = pages[own.block_tables[sequence][at // self._size] * self._size + at % self._size]
+            inner = at % self._size * (not group.has_state)
+            seen = pages[own.block_tables[sequence][at // self._size] * self._size + inner]
             assert (seen[1:, 0] == seen[:-1, 1]).all(), f"tokens from {first} on are not one sequence's in {group}"
             assert first or not len(seen) or seen[0, 0] == 0, "a sequence does not begin at its beginning"
             if len(seen):
@@ -122,7 +129,8 @@ class HashedPages:
             assert state >= 0, "the first group sees nothing"
             for row in rows:
                 after = following(state, int(own.token_ids[row]))
-                pages[own.slot_mapping[row]] = state, after
+                slot = int(own.slot_mapping[row])
+                pages[slot // self._size * self._size if group.has_state else slot] = state, after
                 state = after
         return state
 
@@ -351,8 +359,8 @@ def test_at_32k_tokens_a_window_holds_no_more_than_it_needs(folder_of: Any) -> N
 def test_every_step_reads_its_own_tokens_in_every_group(data: st.DataObject, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts that begin alike, several sequences of one, a pool that is too small, steps that overlap."""
     monkeypatch.setattr("engine.sequence.AHEAD_TOKENS", data.draw(st.sampled_from([4, 9, 2048])))
-    windows = data.draw(st.sampled_from([(None, 5), (None, 1), (3, 3), (None, 2, 7), (6, None, 6, 6), (17,)]))
-    groups, size = group_layers(windows), data.draw(st.sampled_from([1, 4]))
+    windows, states = data.draw(st.sampled_from(LAYERS))
+    groups, size = group_layers(windows, states), data.draw(st.sampled_from([1, 4]))
     lengths = data.draw(st.lists(st.integers(1, 60), min_size=1, max_size=6))
     output = data.draw(st.integers(1, 20))
     least = most_blocks(groups, 80, size) + 6 * len(groups)

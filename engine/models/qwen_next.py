@@ -1,0 +1,50 @@
+"""Qwen3-Next: three of four layers keep a recurrent state by the gated delta rule, the fourth attends with gates.
+
+Norms are stored as how far they are from 1, rope turns a quarter of each head, and each token takes a shared expert
+beside those it chooses. Layers that predict several tokens (`mtp.*`) are left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cluster.errors import CheckpointError
+from cluster.kv_groups import STATE_WINDOW
+from engine.json_fields import Fields
+from engine.models.config import ModelConfig
+from engine.models.delta_net import read_delta_net
+from engine.models.family import ModelFamily, read_decoder, read_rope, rotary_share
+from engine.models.qwen import read_experts
+
+_TYPES = ("linear_attention", "full_attention")
+
+
+def _qwen3_next(fields: Fields) -> ModelConfig:
+    has_bias, has_state = fields.flag("attention_bias"), _state_layers(fields)
+    return replace(
+        read_decoder(fields, head_dim=256, rope=read_rope(fields, is_partial=True)),
+        attention_bias=has_bias,
+        attention_output_bias=has_bias,
+        qk_norm=True,
+        attention_gate=True,
+        rotary_share=rotary_share(fields, 0.25),
+        has_offset_norms=True,
+        layer_windows=tuple(STATE_WINDOW if is_one else None for is_one in has_state),
+        delta_net=read_delta_net(fields, has_state) if any(has_state) else None,
+        experts=read_experts(fields, fields.size("shared_expert_intermediate_size", 512)),
+        left_out=("mtp.",),
+    )
+
+
+def _state_layers(fields: Fields) -> tuple[bool, ...]:
+    """Those that `layer_types` names, or all but each `full_attention_interval`-th."""
+    num_layers, types = fields.size("num_hidden_layers"), fields.get("layer_types")
+    if types is None:
+        interval = fields.size("full_attention_interval", 4)
+        return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
+    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= set(_TYPES):
+        raise CheckpointError(f"config.json: layer_types must name {num_layers} of {sorted(_TYPES)} (got {types!r})")
+    return tuple(name == "linear_attention" for name in types)
+
+
+FAMILIES = (ModelFamily("Qwen3-Next", "Qwen3NextForCausalLM", _qwen3_next),)
