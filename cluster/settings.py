@@ -24,6 +24,7 @@ from cluster.config.access import AuthSection, InternalTlsSection, TlsSection
 from cluster.config.diff import run_time_keys
 from cluster.config.read import alternatives
 from cluster.config.schema import (
+    ROLES,
     EngineSection,
     MetricsSection,
     ModelSection,
@@ -85,8 +86,12 @@ class WorkerSettings(JsonSettings):
     role: str
     """`prefill` or `decode`: the kind of new work the router sends here."""
     model: ModelSection
+    """As its role serves it."""
+    weight_forms: str = ""
+    """What the weights of both roles are served as, where they differ: requests go from one to the other all the same.
+    Empty: all workers have them in one form."""
     engine: EngineSection = field(default_factory=EngineSection)
-    """`block_size` and `kv_cache_tokens` are those of the role."""
+    """That of its role."""
     transfer: TransferSection = field(default_factory=TransferSection)
     slo: SloSection = field(default_factory=SloSection)
     metrics: MetricsSection = field(default_factory=MetricsSection)
@@ -133,7 +138,7 @@ class RouterSettings(JsonSettings):
     """`batch_store` may be a redis:// or rediss:// URL here; None: in memory, until the router ends; empty: files and
     batches are refused."""
     engine: EngineSection = field(default_factory=EngineSection)
-    """`num_seqs` bounds `n`."""
+    """That of decode workers, whose `num_seqs` bounds `n`."""
     transfer: TransferSection = field(default_factory=TransferSection)
     """A worker whose session is silent for `dead_after_s` is taken as lost."""
     slo: SloSection = field(default_factory=SloSection)
@@ -173,15 +178,26 @@ S = TypeVar("S", bound=JsonSettings)
 
 
 def run_time_json(config: ServingConfig) -> str:
-    """The run-time values of a configuration, for processes that are running."""
+    """The run-time values of a configuration, for processes that are running; under `roles` those in which a role
+    differs."""
     values: dict[str, Any] = {
         "slo": dataclasses.asdict(config.rebalance.slo),
         "drain_timeout_s": config.rebalance.drain_timeout_s,
     }
-    for key in run_time_keys():
-        name, _, leaf = key.partition(".")
-        if leaf:
-            values.setdefault(name, {})[leaf] = getattr(getattr(config, name), leaf)
+    own: dict[str, Any] = {}
+    for name, leaf in (key.split(".") for key in run_time_keys() if key.count(".") == 1):
+        common = values.setdefault(name, {})[leaf] = getattr(getattr(config, name), leaf)
+        for role in ROLES if name == "engine" else ():
+            if (value := getattr(config.engine_of(role), leaf)) != common:
+                own.setdefault(role, {}).setdefault(name, {})[leaf] = value
+    return json.dumps({**values, "roles": own} if own else values)
+
+
+def run_time_json_of(role: str, text: str) -> str:
+    """What `run_time_json` made, with what a role's workers have of their own in place of what is common."""
+    values = json.loads(text)
+    for name, section in values.pop("roles", {}).get(role, {}).items():
+        values[name] = {**values.get(name, {}), **section}
     return json.dumps(values)
 
 

@@ -137,7 +137,7 @@ class SavedCluster(JsonSettings):
     config: ServingConfig
     """As last applied."""
     engine: EngineSection
-    """Engine settings that every worker here was started with."""
+    """Engine settings that workers here were started with, where a role does not say otherwise."""
     version: int = 1
     num_devices_asked: int = 0
     """Devices of both roles that an operator last asked for."""
@@ -165,8 +165,10 @@ class SavedCluster(JsonSettings):
     @classmethod
     def first(cls, config: ServingConfig, plan: ClusterPlan, now: float) -> Self:
         """Makes the state with which the first controller of a cluster begins."""
-        first = plan.workers[0].ranks[0].engine
-        engine = dataclasses.replace(config.engine, device=first.device, threads=first.threads)
+        first = [(config.engine_of(worker.role), worker.ranks[0].engine) for worker in plan.workers]
+        devices = [found.device for asked, found in first if asked.device == "auto"] or [first[0][1].device]
+        threads = [found.threads for asked, found in first if asked.threads is None and found.device == "cpu"] or [None]
+        engine = dataclasses.replace(config.engine, device=devices[0], threads=config.engine.threads or threads[0])
         workers = tuple(SavedWorker(worker.worker_id, worker.role) for worker in plan.workers)
         return cls(
             config,

@@ -1,10 +1,11 @@
 """From the workers as they are and the roles that are wanted to steps, each of which moves one worker.
 
-Pure. A worker with the tensor-parallel size that the other role wants is flipped: only its label changes. Another one
-is started or stopped. One that was started with other settings than are wanted now gives way to a new one: beside it
-where there is a device for that, else in its place. No step leaves a role with fewer workers than its `min_workers`,
-nor decode with none, except that the other role serves both while the only worker of a role is replaced in its place.
-The order of the steps is searched for, since devices that one step frees may be those that another needs.
+Pure. A worker with the tensor-parallel size that the other role wants is flipped, where both roles run the model alike:
+only its label changes. Another one is started or stopped. One that was started with other settings than are wanted now
+gives way to a new one: beside it where there is a device for that, else in its place. No step leaves a role with fewer
+workers than its `min_workers`, nor decode with none, except that the other role serves both while the only worker of a
+role is replaced in its place. The order of the steps is searched for, since devices that one step frees may be those
+that another needs.
 """
 
 from __future__ import annotations
@@ -105,14 +106,16 @@ def plan_ratio(
     *,
     max_devices: int | None = None,
     leaving: Collection[str] = (),
+    may_flip: bool = True,
 ) -> tuple[Step, ...]:
     """The steps in their order; none when nothing is to be done.
 
     `max_devices`: that there are; None: as many as one likes. `leaving`: workers that must go whatever their role.
+    `may_flip`: both roles run the model alike, so that a worker of one may take the other.
     Raises FailedPrecondition, with the number that can be met, for what cannot.
     """
     _check(members, wanted, max_devices, leaving)
-    todo = _assign(members, wanted, leaving)
+    todo = _assign(members, wanted, leaving, may_flip)
     floors = least = _least_of(wanted)
     if any(m.is_stale for m in members):  # one that ends before its successor has come up cannot stay if that fails
         floors = {role: max(least[role], want.num_workers) for role, want in wanted.items()}
@@ -224,7 +227,9 @@ class _Todo:
         return _Todo(kept, {role: self.starts[role] + dropped[role] for role in ROLES}, (*self.stops, *gone))
 
 
-def _assign(members: Sequence[Member], wanted: Mapping[RoleName, Wanted], leaving: Collection[str]) -> _Todo:
+def _assign(
+    members: Sequence[Member], wanted: Mapping[RoleName, Wanted], leaving: Collection[str], may_flip: bool
+) -> _Todo:
     """Chooses which workers stay, flip and go; a worker is named after the role it was started for, and preferred for
     that one."""
     free = [m for m in members if not (m.is_draining or m.is_stale or m.worker_id in leaving)]
@@ -237,7 +242,7 @@ def _assign(members: Sequence[Member], wanted: Mapping[RoleName, Wanted], leavin
         for role, want in wanted.items()
     }
     staying = {m.worker_id for kept in fit.values() for m in kept}
-    spare = [m for m in free if m.worker_id not in staying]
+    spare = [m for m in free if may_flip and m.worker_id not in staying]
     flips = {
         role: tuple(best_first([m for m in spare if m.role != role and m.tp_size == want.tp_size], role))[
             : want.num_workers - len(fit[role])

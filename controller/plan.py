@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster.config.choices import DeviceName
-from cluster.config.schema import ROLES, RoleName, ServingConfig
+from cluster.config.schema import ROLES, EngineSection, RoleName, ServingConfig
 from cluster.errors import ConfigError
 from cluster.settings import RouterSettings, WorkerSettings
 
@@ -81,12 +81,11 @@ def plan_cluster(config: ServingConfig, *, num_gpus: int, num_cores: int | None,
             f"metadata.serving.placement.routers is spread, and this is one machine for {config.router.replicas} "
             "routers; use head, or serve in a Ray of several machines: baton serve --address auto"
         )
-    device: DeviceName = "cuda" if may_grow and config.engine.device == "cuda" else _device(config, num_gpus)
-    num_ranks = sum(config.role(role).devices for role in ROLES)
-    threads = max(1, num_cores // num_ranks) if num_cores is not None and device == "cpu" else None
-    threads = config.engine.threads or threads
+    devices = _devices(config, num_gpus, may_grow=may_grow)
+    num_ranks = sum(config.role(role).devices for role in ROLES if devices[role] == "cpu")
+    threads = max(1, num_cores // num_ranks) if num_cores is not None and num_ranks else None
     workers = tuple(
-        plan_worker(config, role, number, device=device, threads=threads)
+        plan_worker(config, role, number, device=devices[role], threads=threads if devices[role] == "cpu" else None)
         for role in ROLES
         for number in range(config.role(role).num_workers)
     )
@@ -98,18 +97,36 @@ def plan_routers(config: ServingConfig, journal: str = "") -> list[tuple[str, Ro
     return ClusterPlan((), _plan_router(config), config.router.replicas).with_journal(journal).named_routers()
 
 
-def _device(config: ServingConfig, num_gpus: int) -> DeviceName:
-    wanted = config.engine.device
-    if wanted == "cpu" or (wanted == "auto" and num_gpus == 0):
-        return "cpu"
-    needed = {role: config.role(role).devices for role in ROLES}
+def _devices(config: ServingConfig, num_gpus: int, *, may_grow: bool) -> dict[RoleName, DeviceName]:
+    """The kind of device that each role's workers run on. Raises ConfigError for more GPUs than there are or may be."""
+    devices = {role: found_device(config.engine_of(role), "cuda" if num_gpus else "cpu") for role in ROLES}
+    on_gpus = [role for role in ROLES if devices[role] == "cuda"]
+    if may_grow and all(config.engine_of(role).device == "cuda" for role in on_gpus):
+        return devices
+    needed = {role: config.role(role).devices for role in on_gpus}
     if sum(needed.values()) > num_gpus:
         split = " + ".join(f"{count} {role}" for role, count in needed.items())
         raise ConfigError(
             f"metadata.serving.roles name {sum(needed.values())} devices ({split}), and Ray sees {num_gpus} GPUs; "
             "lower `devices`, add GPUs, or set engine.device: cpu"
         )
-    return "cuda"
+    return devices
+
+
+def found_device(engine: EngineSection, found: DeviceName) -> DeviceName:
+    """`found`: what stands for `auto` where the cluster runs."""
+    return found if engine.device == "auto" else engine.device
+
+
+def weight_forms(config: ServingConfig) -> str:
+    """What weights are served as by role, where that differs: by type, rounding, or because a kind of device has types
+    of its own; else empty."""
+    forms = {
+        role: f"{model.dtype} {model.quantization} on {config.engine_of(role).device}"
+        for role in ROLES
+        for model in [config.model_of(role)]
+    }
+    return "" if len(set(forms.values())) == 1 else ", ".join(f"{role} {form}" for role, form in forms.items())
 
 
 def plan_worker(
@@ -121,23 +138,19 @@ def plan_worker(
     device: DeviceName | None = None,
     threads: int | None = None,
 ) -> WorkerPlan:
-    """One worker of a role, named after both unless it has a name. `device` and `threads` None: what the configuration
-    says, also for the process to resolve."""
+    """One worker of a role, named after both unless it has a name. `device`: in place of the configuration's;
+    `threads`: where that leaves them open; None: as the process finds."""
     worker_id = worker_id or f"{role}-{number}"
     tp_size = config.role(role).tensor_parallel
     step_log = str(Path(config.log_dir) / f"{worker_id}.steps.jsonl") if config.log_dir else None
-    engine = replace(
-        config.engine,
-        device=device or config.engine.device,
-        threads=threads or config.engine.threads,
-        block_size=config.block_size(role),
-        kv_cache_tokens=config.kv_cache_tokens(role),
-    )
+    engine = config.engine_of(role)
+    engine = replace(engine, device=device or engine.device, threads=engine.threads or threads)
     ranks = tuple(
         WorkerSettings(
             worker_id=worker_id,
             role=role,
-            model=config.model,
+            model=config.model_of(role),
+            weight_forms=weight_forms(config),
             engine=engine,
             transfer=config.transfer,
             slo=config.rebalance.slo,
@@ -153,11 +166,11 @@ def plan_worker(
         )
         for tp_rank in range(tp_size)
     )
-    return WorkerPlan(worker_id, role, ranks, _labels(config))
+    return WorkerPlan(worker_id, role, ranks, _labels(config, role))
 
 
-def _labels(config: ServingConfig) -> tuple[tuple[str, str], ...]:
-    pairs = (text.partition("=") for text in config.placement.labels)
+def _labels(config: ServingConfig, role: RoleName) -> tuple[tuple[str, str], ...]:
+    pairs = (text.partition("=") for text in config.labels_of(role))
     return tuple((key, value) for key, _, value in pairs)
 
 
@@ -185,7 +198,7 @@ def _plan_router(config: ServingConfig) -> RouterSettings:
     return RouterSettings(
         model=config.model,
         router=replace(config.router, batch_store=_batch_store(config)),
-        engine=config.engine,
+        engine=config.engine_of("decode"),
         transfer=config.transfer,
         slo=config.rebalance.slo,
         auth=config.auth,

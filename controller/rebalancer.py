@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from cluster.config.choices import DeviceName
+from cluster.config.diff import role_differences
 from cluster.config.schema import AutoSection, ServingConfig, SloSection
 from cluster.demand import Demand
 from cluster.errors import BatonError
@@ -137,15 +138,12 @@ class Rebalancer:
         split, load = self._split(), await self._measure()
         if split is None or load is None:
             return
-        sizes = [config.roles.prefill.tensor_parallel, config.roles.decode.tensor_parallel]
-        if sizes[0] != sizes[1]:
-            why = (
-                f"stays: the roles differ in tensor_parallel ({sizes[0]} and {sizes[1]}), so that no worker can change"
-            )
-            self._auto, self.decision = (
-                None,
-                RebalanceDecision(split.num_prefill, split.num_workers, Reason.UNEQUAL, why),
-            )
+        unequal = [f"{key} ({one} and {other})" for key, (one, other) in role_differences(config).items()]
+        if unequal:
+            why = f"stays: the roles differ in {', '.join(unequal)}, so that no worker can change"
+            self._auto = None
+            self.decision = RebalanceDecision(split.num_prefill, split.num_workers, Reason.UNEQUAL, why)
+            self._release()
             self._report_decision(now, self.decision)
             return
         auto = self._tuned(config)
@@ -158,7 +156,7 @@ class Rebalancer:
             # What a load of one kind does not show was seen in another.
             known = self._costs or load.costs
             self._costs = RoleCosts(load.costs.prefill.filled(known.prefill), load.costs.decode.filled(known.decode))
-            num_seqs = replace(config.engine, device=self._device).num_seqs
+            num_seqs = replace(config.engine_of("decode"), device=self._device).num_seqs
             worker = WorkerModel(self._costs, num_seqs, load.kv_tokens)
         bounds = self._bounds(config, split)
         question = SplitQuestion(now, load.demand, load.window_s, worker, bounds, split.num_prefill)

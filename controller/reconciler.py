@@ -23,7 +23,7 @@ from typing import Any
 
 import ray
 
-from cluster.config.schema import ServingConfig
+from cluster.config.schema import ROLES, ServingConfig
 from cluster.errors import BatonError, ConfigError, IncompatibleProtocol
 from cluster.pb import admin_pb2
 from cluster.protocol import spoken
@@ -35,7 +35,7 @@ from controller.events import ClusterEvent, EventKind, EventLog, ProgressBatch, 
 from controller.launchers import Capacity, RouterLauncher, RouterPlaces, WorkerLauncher, num_gpus
 from controller.listeners import Listeners
 from controller.metrics import ControllerMetrics
-from controller.plan import ClusterPlan
+from controller.plan import ClusterPlan, found_device
 from controller.ray_actors import Hosting, die_with_parent, send_logs_to
 from controller.reconfigurer import Reconfigurer, SaveConfig
 from controller.router_link import RouterLink
@@ -114,7 +114,8 @@ class Controller:
         steps.restore(saved.workers, config, have_served=self._has_served)
         self.events = EventLog(self._on_event, numbers_before)
         self.events.version = saved.version
-        num_devices = num_gpus if saved.engine.device == "cuda" else None
+        are_on_gpus = all(found_device(config.engine_of(role), saved.engine.device) == "cuda" for role in ROLES)
+        num_devices = num_gpus if are_on_gpus else None  # of some on CPUs there may be any number
         self.reconfigurer = Reconfigurer(
             config, steps, self._routers, self.events, num_devices, num_named=saved.num_devices_asked
         )

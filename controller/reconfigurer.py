@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.config.checks import check
-from cluster.config.diff import SPLIT_KEYS, differences, refuse_fixed
+from cluster.config.diff import SPLIT_KEYS, differences, refuse_fixed, role_differences
 from cluster.config.schema import ROLES, RoleName, RolesSection, ServingConfig
 from cluster.errors import BatonError, FailedPrecondition
 from cluster.pb import admin_pb2
@@ -213,7 +213,8 @@ class Reconfigurer:
         is_split_alone = bool(changed) and changed.keys() <= SPLIT_KEYS
         members = self._steps.members(None if is_split_alone else wanted)
         max_devices = None if self._num_devices is None else self._num_devices()
-        of_workers = plan_ratio(members, wanted_of(wanted), max_devices=max_devices, leaving=leaving)
+        may_flip = not role_differences(wanted).keys() - {"tensor_parallel"}  # sizes are those of each worker
+        of_workers = plan_ratio(members, wanted_of(wanted), max_devices=max_devices, leaving=leaving, may_flip=may_flip)
         of_routers = () if is_split_alone else self._routers.plan(wanted)
         findings = [f"{finding.key}: {finding.what}" for finding in check(wanted)]
         if findings:

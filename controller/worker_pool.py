@@ -21,7 +21,7 @@ from cluster.settings import WorkerSettings
 from cluster.text import ROLE_NUMBERS, role_name
 from controller.adoption import FoundProcess, SavedWorker
 from controller.change_plan import OTHER, Flip, Member, Replace, Start, Step, Stop
-from controller.plan import WorkerPlan, plan_worker
+from controller.plan import WorkerPlan, found_device, plan_worker
 from controller.router_link import LOOK_EVERY_S, RouterLinks
 from controller.supervisor import RestartPolicy, RunningProcesses, Supervisor, SupervisorState
 
@@ -162,8 +162,8 @@ class StepFailed(Exception):
 
 
 class StepRunner:
-    """`engine`: that of the cluster's first workers: the device and threads that were found for them, and the largest
-    step for which each worker reserves memory at least."""
+    """`engine`: that of the cluster's first workers: the device and threads that were found where the configuration
+    leaves them open, and the largest step for which each worker reserves memory at least, unless its role says one."""
 
     def __init__(self, pool: WorkerPool, routers: RouterLinks, engine: EngineSection) -> None:
         self._pool = pool
@@ -257,13 +257,11 @@ class StepRunner:
             raise StepFailed(f"{error}; it {how}") from error
 
     def _plan(self, config: ServingConfig, role: RoleName, worker_id: str = "") -> WorkerPlan:
-        engine = replace(
-            config.engine,
-            device=self.engine.device,
-            threads=config.engine.threads or self.engine.threads,
-            max_num_batched_tokens=max(config.engine.max_num_batched_tokens, self.engine.max_num_batched_tokens),
-        )
-        return plan_worker(replace(config, engine=engine), role, worker_id=worker_id)
+        tokens = max(config.engine.max_num_batched_tokens, self.engine.max_num_batched_tokens)
+        config = replace(config, engine=replace(config.engine, max_num_batched_tokens=tokens))
+        device = found_device(config.engine_of(role), self.engine.device)
+        threads = self.engine.threads if device == "cpu" else None
+        return plan_worker(config, role, worker_id=worker_id, device=device, threads=threads)
 
     def _is_stale(self, plan: WorkerPlan, wanted: ServingConfig) -> bool:
         """A worker takes over what changes at run time, but no larger step than it has reserved memory for, and keeps
@@ -312,7 +310,7 @@ def _fixed_values(rank: WorkerSettings) -> dict[str, Any]:
     """Values that a worker of these settings keeps for its life, by key."""
     sections = {"model": rank.model, "engine": rank.engine, "transfer": rank.transfer}
     values = {key: value for path, section in sections.items() for key, value in leaves(section, path).items()}
-    return {key: value for key, value in values.items() if not is_run_time(key)}
+    return {key: value for key, value in values.items() if not is_run_time(key)} | {"forms": rank.weight_forms}
 
 
 def _sees(status: Status, worker_id: str, role: RoleName) -> bool:

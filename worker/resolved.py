@@ -50,7 +50,8 @@ class Resolved:
     transports: tuple[str, ...]
     """Transports that this worker can use, best first."""
     weights_revision: str
-    """Names the weights as they are served: the checkpoint's digest, the type, and what they are rounded to."""
+    """Names the weights as they are served: the checkpoint's digest, the type, and what they are rounded to; of all
+    roles where those differ, since a request then goes from one form to the other."""
 
     @property
     def is_timed(self) -> bool:
@@ -158,6 +159,7 @@ def resolve(settings: WorkerSettings) -> Resolved:
         config.check_deterministic()
     dtype = resolve_dtype(config, settings.model.dtype, device)
     rounded = [settings.model.quantization] if settings.model.quantization != "none" else []
+    form = [settings.weight_forms] if settings.weight_forms else [dtype, *rounded]
     return Resolved(
         settings=settings.with_values(device=device),
         config=config,
@@ -167,7 +169,7 @@ def resolve(settings: WorkerSettings) -> Resolved:
         kv_dtype=resolve_kv_dtype(settings.engine.kv_cache_dtype, dtype, device),
         max_model_len=resolve_max_model_len(config, settings.model.max_model_len),
         transports=supported(device, settings.transfer.transport),
-        weights_revision="+".join((checkpoint_digest(Path(settings.model.path)), dtype, *rounded)),
+        weights_revision="+".join((checkpoint_digest(Path(settings.model.path)), *form)),
     )
 
 

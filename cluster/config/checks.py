@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from cluster.address import ANY_HOST, is_loopback
+from cluster.config.roles import SHORT_NAMES
 from cluster.config.schema import ROLES, RoleName, ServingConfig
 from cluster.config.timed import timed_obstacles
 from cluster.transports import transports_of
@@ -34,13 +35,8 @@ class ConfigFinding:
 
 def check(config: ServingConfig) -> Iterator[ConfigFinding]:
     """Everything that is wrong between the keys of `config`."""
-    for role in ROLES:
-        yield from _check_role(config, role)
+    yield from dict.fromkeys(_check_workers(config))  # what both roles share is wrong once
     yield from _check_growth(config)
-    yield from _check_labels(config)
-    yield from _check_engine(config)
-    yield from _check_device(config)
-    yield from _check_timed(config)
     yield from _check_timers(config)
     yield from _check_tls(config)
     yield from _check_state(config)
@@ -57,6 +53,14 @@ def check(config: ServingConfig) -> Iterator[ConfigFinding]:
             )
     yield from _check_strangers(config)
     yield from _check_ports(config)
+
+
+def _check_workers(config: ServingConfig) -> Iterator[ConfigFinding]:
+    for look in (_check_role, _check_labels, _check_engine, _check_device):
+        for role in ROLES:
+            yield from look(config, role)
+    yield from _check_agreement(config)
+    yield from _check_timed(config)
 
 
 def _check_strangers(config: ServingConfig) -> Iterator[ConfigFinding]:
@@ -174,15 +178,32 @@ def _check_role(config: ServingConfig, name: RoleName) -> Iterator[ConfigFinding
             f"tensor_parallel {role.tensor_parallel}; use {role.num_workers}",
             (f"{prefix}.devices", f"{prefix}.tensor_parallel"),
         )
-    tokens, block_size = config.kv_cache_tokens(name), config.block_size(name)
+    yield from _check_short_names(config, name)
+    engine = config.engine_of(name)
+    tokens, block_size = engine.kv_cache_tokens, engine.block_size
     if tokens is not None and block_size != "auto" and tokens < block_size:
-        own = f"{prefix}.kv_cache_tokens"
-        where, other = (own, "engine.kv_cache_tokens") if role.kv_cache_tokens else ("engine.kv_cache_tokens", own)
         yield ConfigFinding(
-            where,
+            _key_of(config, name, "engine.kv_cache_tokens"),
             f"{tokens} tokens do not make one block of the {name} workers, which has {block_size}",
-            (other, f"{prefix}.block_size", "engine.block_size"),
+            (f"{prefix}.kv_cache_tokens", f"{prefix}.block_size", "engine.block_size"),
         )
+
+
+def _check_short_names(config: ServingConfig, name: RoleName) -> Iterator[ConfigFinding]:
+    for key in SHORT_NAMES:
+        short, value = getattr(config.role(name), key), getattr(config.role(name).engine, key)
+        if short is not None and value is not None and short != value:
+            why = f"{short}, and roles.{name}.engine.{key} is {value}: they are one setting; leave one of them out"
+            yield ConfigFinding(f"roles.{name}.{key}", why, (f"roles.{name}.engine.{key}",))
+
+
+def _key_of(config: ServingConfig, role: RoleName, key: str) -> str:
+    """The key that decides a setting of a role's workers: the role's own where that is set, else the common one."""
+    section, _, name = key.partition(".")
+    if getattr(getattr(config.role(role), section), name) is not None:
+        return f"roles.{role}.{key}"
+    is_short = section == "engine" and name in SHORT_NAMES and getattr(config.role(role), name) is not None
+    return f"roles.{role}.{name}" if is_short else key
 
 
 def _check_growth(config: ServingConfig) -> Iterator[ConfigFinding]:
@@ -195,77 +216,74 @@ def _check_growth(config: ServingConfig) -> Iterator[ConfigFinding]:
         )
 
 
-def _check_labels(config: ServingConfig) -> Iterator[ConfigFinding]:
-    for text in config.placement.labels:
+def _check_labels(config: ServingConfig, role: RoleName) -> Iterator[ConfigFinding]:
+    labels, where = config.labels_of(role), _key_of(config, role, "placement.labels")
+    for text in labels:
         if _LABEL.fullmatch(text) is None:
             yield ConfigFinding(
-                "placement.labels",
+                where,
                 f"{text} is not KEY=VALUE, such as ray.io/accelerator-type=H100; VALUE may be !VALUE or in(ONE,OTHER)",
             )
-    keys = [text.partition("=")[0] for text in config.placement.labels]
+    keys = [text.partition("=")[0] for text in labels]
     if len(set(keys)) < len(keys):
         twice = next(key for key in keys if keys.count(key) > 1)
-        yield ConfigFinding(
-            "placement.labels", f"{twice} is there twice; for either of two values: {twice}=in(ONE,OTHER)"
-        )
+        yield ConfigFinding(where, f"{twice} is there twice; for either of two values: {twice}=in(ONE,OTHER)")
 
 
-def _check_engine(config: ServingConfig) -> Iterator[ConfigFinding]:
-    engine = config.engine
+def _check_engine(config: ServingConfig, role: RoleName) -> Iterator[ConfigFinding]:
+    engine = config.engine_of(role)
     if engine.max_num_batched_tokens < engine.num_seqs:
         yield ConfigFinding(
-            "engine.max_num_batched_tokens",
+            _key_of(config, role, "engine.max_num_batched_tokens"),
             f"must be at least max_num_seqs ({engine.num_seqs}), since decoding computes one token of each "
             f"sequence in a step (got {engine.max_num_batched_tokens})",
-            ("engine.max_num_seqs",),
+            (_key_of(config, role, "engine.max_num_seqs"),),
         )
 
 
-def _check_device(config: ServingConfig) -> Iterator[ConfigFinding]:
-    device, transport = config.engine.device, config.transfer.transport
-    if device != "auto" and transport != "auto" and transport not in (fitting := transports_of(device)):
+def _check_device(config: ServingConfig, role: RoleName) -> Iterator[ConfigFinding]:
+    engine, transport = config.engine_of(role), config.transfer.transport
+    device, of_device = engine.device, _key_of(config, role, "engine.device")
+    if device != "auto" and transport != "auto" and transport not in transports_of(device):
         memory = "GPU" if device == "cpu" else "CPU"
+        kinds = {config.engine_of(each).device for each in ROLES} - {"auto"}
+        fitting = [name for name in transports_of(device) if all(name in transports_of(kind) for kind in kinds)]
         choices = ", ".join(("auto", *fitting[:-1])) + f" or {fitting[-1]}"
         yield ConfigFinding(
             "transfer.transport",
-            f"{transport} moves {memory} memory, and engine.device is {device}; use {choices}",
-            ("engine.device",),
+            f"{transport} moves {memory} memory, and {of_device} is {device}; use {choices}",
+            (of_device,),
         )
-    wanted = config.engine.attention
-    if device == "cpu" and wanted in ("flash_attn", "varlen"):
-        yield ConfigFinding(
-            "engine.attention",
-            f"{wanted} runs on a GPU only, and engine.device is cpu; use cpu or auto",
-            ("engine.device",),
-        )
-    kv_dtype = config.engine.kv_cache_dtype
+    kv_dtype, of_kv_dtype = engine.kv_cache_dtype, _key_of(config, role, "engine.kv_cache_dtype")
     if kv_dtype != "auto" and config.transfer.wire_format != "native":
         yield ConfigFinding(
             "transfer.wire_format",
-            f"KV of engine.kv_cache_dtype {kv_dtype} is not rounded to {config.transfer.wire_format} once more; "
-            "use native",
-            ("engine.kv_cache_dtype",),
+            f"KV of {of_kv_dtype} {kv_dtype} is not rounded to {config.transfer.wire_format} once more; use native",
+            (of_kv_dtype,),
         )
-    if device == "cpu" and kv_dtype == "fp8":
-        yield ConfigFinding(
-            "engine.kv_cache_dtype", "fp8 is for GPUs, and engine.device is cpu; use int8", ("engine.device",)
-        )
-    if device == "cuda" and config.engine.kernels == "native":
-        yield ConfigFinding(
-            "engine.kernels",
-            "native are for the CPU, and engine.device is cuda; use auto",
-            ("engine.device",),
-        )
-    if config.engine.deterministic:
-        yield from _check_deterministic(config)
+    for key, value, unfit, why in (
+        (
+            "engine.attention",
+            engine.attention,
+            ("cpu", "flash_attn"),
+            "runs on a GPU only, and {} is cpu; use cpu or auto",
+        ),
+        ("engine.attention", engine.attention, ("cpu", "varlen"), "runs on a GPU only, and {} is cpu; use cpu or auto"),
+        ("engine.kv_cache_dtype", kv_dtype, ("cpu", "fp8"), "is for GPUs, and {} is cpu; use int8"),
+        ("engine.kernels", engine.kernels, ("cuda", "native"), "are for the CPU, and {} is cuda; use auto"),
+    ):
+        if (device, value) == unfit:
+            yield ConfigFinding(_key_of(config, role, key), f"{value} {why.format(of_device)}", (of_device,))
+    if engine.deterministic:
+        yield from _check_deterministic(config, role)
 
 
-def _check_deterministic(config: ServingConfig) -> Iterator[ConfigFinding]:
+def _check_deterministic(config: ServingConfig, role: RoleName) -> Iterator[ConfigFinding]:
     """Yields what is known to break the promise before a device is looked at."""
-    engine = config.engine
+    engine = config.engine_of(role)
     for key, value, fitting in (
-        ("engine.kernels", engine.kernels, ("auto", "native")),
-        ("engine.attention", engine.attention, ("auto", "triton", "cpu")),
+        (_key_of(config, role, "engine.kernels"), engine.kernels, ("auto", "native")),
+        (_key_of(config, role, "engine.attention"), engine.attention, ("auto", "triton", "cpu")),
         ("transfer.wire_format", config.transfer.wire_format, ("native",)),
     ):
         if value not in fitting:
@@ -275,21 +293,64 @@ def _check_deterministic(config: ServingConfig) -> Iterator[ConfigFinding]:
                 f"{fitting[0]}",
                 ("engine.deterministic",),
             )
-    sizes = {role: config.role(role).tensor_parallel for role in ROLES if config.role(role).devices}
-    if len(set(sizes.values())) > 1:
-        yield ConfigFinding(
-            "roles.prefill.tensor_parallel",
-            f"{sizes['prefill']} ranks add other sums than decode's {sizes['decode']}, and engine.deterministic is "
-            f"true; use {sizes['decode']}",
-            ("roles.decode.tensor_parallel", "engine.deterministic"),
+
+
+def _check_agreement(config: ServingConfig) -> Iterator[ConfigFinding]:
+    """Yields settings that must be the same for both roles, where both have workers, or that do not go together."""
+    prefill, decode = (config.engine_of(role) for role in ROLES)
+    if not config.roles.prefill.devices:
+        return
+    if prefill.kv_cache_dtype != decode.kv_cache_dtype:
+        yield _disagreement(
+            config, "engine.kv_cache_dtype", f"KV is handed over as it lies in the pool; use {prefill.kv_cache_dtype}"
         )
+    dtypes = [config.model_of(role).dtype for role in ROLES]
+    if dtypes[1] == "float16" and dtypes[0] in ("float32", "bfloat16"):
+        yield _disagreement(
+            config, "model.dtype", f"KV of {dtypes[0]} reaches beyond the range of float16; use {dtypes[0]} or bfloat16"
+        )
+    if config.engine.deterministic:
+        for key in ("model.dtype", "model.quantization", "engine.device", "engine.attention", "engine.kernels"):
+            one, other = (_value_of(config, role, key) for role in ROLES)
+            if one != other:
+                why = f"engine.deterministic is true, and they do not give a token the same bits; use {one}"
+                yield _disagreement(config, key, why, ("engine.deterministic",))
+        sizes = [config.role(role).tensor_parallel for role in ROLES]
+        if sizes[0] != sizes[1]:
+            yield ConfigFinding(
+                "roles.prefill.tensor_parallel",
+                f"{sizes[0]} ranks add other sums than decode's {sizes[1]}, and engine.deterministic is true; use "
+                f"{sizes[1]}",
+                ("roles.decode.tensor_parallel", "engine.deterministic"),
+            )
+
+
+def _disagreement(config: ServingConfig, key: str, why: str, rests_on: tuple[str, ...] = ()) -> ConfigFinding:
+    """Blames the role that sets the key for itself; decode where both do."""
+    keys = [_key_of(config, role, key) for role in ROLES]
+    blamed: RoleName = "decode" if keys[1] != key else "prefill"
+    other: RoleName = "prefill" if blamed == "decode" else "decode"
+    value, theirs = (_value_of(config, role, key) for role in (blamed, other))
+    return ConfigFinding(
+        _key_of(config, blamed, key),
+        f"{value}, where {other} workers have {theirs} ({_key_of(config, other, key)}): {why}",
+        (_key_of(config, other, key), *rests_on),
+    )
+
+
+def _value_of(config: ServingConfig, role: RoleName, key: str) -> str:
+    section, _, name = key.partition(".")
+    return str(getattr(config.model_of(role) if section == "model" else config.engine_of(role), name))
 
 
 def _check_timed(config: ServingConfig) -> Iterator[ConfigFinding]:
     if config.engine.timed_steps.is_on:
         sizes = {f"roles.{role}.tensor_parallel": config.role(role).tensor_parallel for role in ROLES}
-        for key, why in timed_obstacles(config.engine.device, config.transfer.wire_format, sizes):
-            yield ConfigFinding(key, why, ("engine.timed_steps",))
+        for role in ROLES:
+            device = config.engine_of(role).device
+            for key, why in timed_obstacles(device, config.transfer.wire_format, sizes):
+                where = _key_of(config, role, key) if key == "engine.device" else key
+                yield ConfigFinding(where, why, ("engine.timed_steps",))
 
 
 def _check_timers(config: ServingConfig) -> Iterator[ConfigFinding]:

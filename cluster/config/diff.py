@@ -15,10 +15,12 @@ import yaml
 
 from cluster.config.load import ROOT
 from cluster.config.read import kinds_of
-from cluster.config.schema import ServingConfig
+from cluster.config.schema import ROLES, RoleName, ServingConfig
 from cluster.config.source import entries, join
 from cluster.errors import FailedPrecondition
 
+_POOL_KEYS = frozenset({"engine.block_size", "engine.kv_cache_tokens"})
+"""A worker keeps its KV pool when it changes its role."""
 SPLIT_KEYS = frozenset({"roles.prefill.devices", "roles.decode.devices"})
 """The keys that say how many workers each role has."""
 
@@ -67,6 +69,19 @@ def differences(running: ServingConfig, wanted: ServingConfig) -> dict[str, Any]
     """The keys whose value is another one, with the one that is wanted."""
     now = leaves(running)
     return {key: value for key, value in leaves(wanted).items() if value != now[key]}
+
+
+def role_differences(config: ServingConfig) -> dict[str, tuple[Any, Any]]:
+    """The settings in which workers of the two roles differ, so that none can take the other role: prefill's, decode's.
+    Another size of the KV pool or of its blocks is no obstacle."""
+    prefill, decode = (_of_role(config, role) for role in ROLES)
+    return {key: (prefill[key], decode[key]) for key in prefill if prefill[key] != decode[key]}
+
+
+def _of_role(config: ServingConfig, role: RoleName) -> dict[str, Any]:
+    values = {"tensor_parallel": config.role(role).tensor_parallel, "placement.labels": config.labels_of(role)}
+    values |= leaves(config.model_of(role), "model") | leaves(config.engine_of(role), "engine")
+    return {key: value for key, value in values.items() if key not in _POOL_KEYS}
 
 
 def refuse_fixed(changed: Iterable[str]) -> None:

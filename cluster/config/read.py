@@ -18,9 +18,12 @@ from typing import Any, TypeVar
 import yaml
 
 from cluster.config.choices import ALIASES
+from cluster.config.overrides import RoleOverrides, shared
 from cluster.config.source import ConfigSource, SourcePosition, clip, entries, join, nearest, place_of
 
 T = TypeVar("T")
+DAY_S = 86_400.0
+"""The longest limit of most times."""
 _TAG = "tag:yaml.org,2002:"
 _WHOLE = re.compile(r"[-+]?(0|[1-9][0-9_]{0,40})")
 _WANTED: dict[type, str] = {
@@ -57,9 +60,10 @@ def bounded(
     at_most: float | None = None,
     is_run_time: bool = False,
     is_fixed: bool = False,
+    shared_why: str = "",
 ) -> Any:
-    """A dataclass field with a default and the limits that a reader checks."""
-    marks = (RUN_TIME if is_run_time else {}) | (FIXED if is_fixed else {})
+    """A dataclass field with a default and the limits that a reader checks. `shared_why`: why roles cannot differ."""
+    marks = (RUN_TIME if is_run_time else {}) | (FIXED if is_fixed else {}) | (shared(shared_why) if shared_why else {})
     return field(default=default, metadata={"bounds": Bounds(at_least, above, at_most), **marks})
 
 
@@ -151,10 +155,12 @@ class ConfigReader:
         known = kinds_of(section)
         for key, key_node, _ in entries(node):
             if key not in known:
-                self._source.report(place_of(key_node), join(path, clip(key)), self._unknown(key, known))
+                self._source.report(place_of(key_node), join(path, clip(key)), self._unknown(key, known, section))
         return {key: value for key, _, value in entries(node) if key in known}
 
-    def _unknown(self, key: str, known: Iterable[str]) -> str:
+    def _unknown(self, key: str, known: Iterable[str], section: type) -> str:
+        if issubclass(section, RoleOverrides) and key in section.common_only:
+            return f"cannot differ between the roles: {section.common_only[key]}; set {section.at}.{key} for both"
         if key == "<<":
             return "merge keys are not read here; write the keys out"
         close = nearest(key, known)
@@ -184,6 +190,8 @@ class ConfigReader:
 
     def _read_list(self, kind: FieldKind, key: str, node: yaml.Node, name: str, values: dict[str, Any]) -> None:
         """Each item as a value of its own; those that cannot be read are reported and left out."""
+        if kind.is_optional and _is_null(node):
+            return
         if not isinstance(node, yaml.SequenceNode):
             self._source.report(place_of(node), key, f"must be a list (got {_shown(node)}), such as [{_shown(node)}]")
             return

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.config.diff import is_run_time, rolling_keys
+from cluster.config.overrides import RoleOverrides
 from cluster.config.read import FieldKind, kinds_of
-from cluster.config.schema import ServingConfig
+from cluster.config.schema import ROLES, ServingConfig
 from cluster.config.source import join
 
 _INTRODUCTION = """\
@@ -45,14 +46,27 @@ class KeyInfo:
 
 
 def reference() -> tuple[KeyInfo, ...]:
-    """Every key that holds a value, in the order of the schema."""
+    """Every key that holds a value, in the order of the schema; what a role overrides is declared in its section."""
     return tuple(_keys(ServingConfig, ""))
+
+
+def _overrides_doc(path: str, section: type[RoleOverrides]) -> str:
+    """What a role may set of a section, in a paragraph: types and meanings are that section's."""
+    why = "; ".join(f"`{name}`: {reason}" for name, reason in section.common_only.items())
+    doc = inspect.cleandoc(section.__doc__ or "")
+    listed = ", ".join(f"`{name}`" for name in kinds_of(section))
+    return (
+        f"## metadata.serving.{path}, and the same of {ROLES[1]}\n\n{' '.join(doc.split())} Keys: {listed}, each as in "
+        f"`{section.at}`, and as that where it is null or left out. What cannot differ between the roles: {why}.\n"
+    )
 
 
 def render_reference() -> str:
     """docs/configuration.md."""
     parts = [_INTRODUCTION]
-    for section, doc in _sections(ServingConfig, ""):
+    for section, doc, kind in _sections(ServingConfig, ""):
+        if issubclass(kind, RoleOverrides) and section.startswith(f"roles.{ROLES[0]}."):
+            parts.append(_overrides_doc(section, kind))
         rows = [key for key in reference() if key.path.rpartition(".")[0] == section]
         if rows:
             parts.append(f"## {'metadata.serving' + ('.' + section if section else '')}\n\n{doc}\n")
@@ -62,14 +76,16 @@ def render_reference() -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _sections(section: type, path: str) -> Iterator[tuple[str, str]]:
-    yield path, inspect.cleandoc(section.__doc__ or "")
+def _sections(section: type, path: str) -> Iterator[tuple[str, str, type]]:
+    yield path, inspect.cleandoc(section.__doc__ or ""), section
     for name, kind in kinds_of(section).items():
         if kind.section is not None:
             yield from _sections(kind.section, join(path, name))
 
 
-def _keys(section: type, path: str) -> Iterator[KeyInfo]:
+def _keys(section: Any, path: str) -> Iterator[KeyInfo]:
+    if issubclass(section, RoleOverrides):
+        return
     docs = field_docs(section)
     defaults = {f.name: f.default for f in dataclasses.fields(section)}
     for name, kind in kinds_of(section).items():

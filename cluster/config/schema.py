@@ -2,156 +2,38 @@
 
 One frozen dataclass a section, one docstring a field: `cluster.config.reference` turns them into
 docs/configuration.md, `cluster.config.read` holds files against them. `cluster.config.choices` has the names
-among which a value is chosen. Nothing here reads YAML.
+among which a value is chosen; what concerns workers is in `cluster.config.workers` and `cluster.config.roles`. Nothing
+here reads YAML.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
 
 from cluster.config import choices
 from cluster.config.access import AuthSection, InternalTlsSection, TlsSection
-from cluster.config.read import FIXED, ROLLING, RUN_TIME, bounded
-from cluster.config.timed import TimedStepsSection
+from cluster.config.read import DAY_S, FIXED, ROLLING, RUN_TIME, bounded
+from cluster.config.roles import ROLES, RoleName, RoleSection, RolesSection
+from cluster.config.workers import EngineSection, ModelSection, PlacementSection
 from cluster.transports import TransportName
 
-RoleName = Literal["prefill", "decode"]
-ROLES: tuple[RoleName, ...] = get_args(RoleName)
-
-DAY_S = 86_400.0
-_AUTO_SEQS_CPU, _AUTO_SEQS_GPU = 64, 256
-
-
-@dataclass(frozen=True)
-class ModelSection:
-    """The checkpoint that is served."""
-
-    path: str
-    """Hugging Face folder with config.json, *.safetensors and tokenizer.json; a relative path starts at the folder of
-    this file. While the cluster runs it may change to one that differs in its weights only."""
-    name: str | None = None
-    """Name that clients use; null: the folder's name. Clients go on using the one with which the cluster began."""
-    dtype: choices.DtypeName = "auto"
-    """Type of the weights and of the KV cache while serving; auto: the checkpoint's own."""
-    quantization: choices.QuantizationName = "none"
-    """What weights are rounded to when they are loaded; int8 takes half of bfloat16's memory, int4 little more than a
-    quarter. On a processor with AVX512-VNNI activations are rounded to 8 bits for each product with them, which makes
-    them as much faster as they are smaller; a GPU with Triton computes with them as they are; elsewhere they are right
-    and slow. fp8 takes half as well and is for GPUs: those that multiply in it (compute capability 8.9 and newer) round
-    activations too, older ones with Triton do not. Layers that a checkpoint has in 4 bits stay so with int4, and with
-    none on GPUs with Triton and on a processor where dtype is bfloat16 and Baton's own kernels multiply it, as far as a
-    rank's share has whole groups of 32 inputs; so does int8 by outputs. Others, and fp8, are decoded first."""
-    max_model_len: int | None = bounded(None, at_least=1, at_most=2**24, is_fixed=True)
-    """Most tokens of prompt and output together; null: the checkpoint's max_position_embeddings."""
-
-
-@dataclass(frozen=True)
-class RoleSection:
-    """The workers of one role: devices / tensor_parallel of them."""
-
-    devices: int = bounded(1, at_least=0, at_most=65_536)
-    """Devices (GPUs, or CPU ranks) that this role uses in all. 0 for prefill: decode workers compute prompts as well,
-    and nothing is handed off; that serves more on a single device."""
-    tensor_parallel: int = bounded(1, at_least=1, at_most=1024)
-    """Devices of one worker; must divide `devices`."""
-    min_workers: int = bounded(1, at_least=0, at_most=65_536)
-    """A change of the ratio never leaves fewer workers than this."""
-    block_size: int | None = bounded(None, at_least=1, at_most=4096)
-    """Tokens of one KV block on these workers; null: engine.block_size."""
-    kv_cache_tokens: int | None = bounded(None, at_least=1, at_most=2**40)
-    """Tokens that one worker's KV pool holds; null: engine.kv_cache_tokens."""
-
-    @property
-    def num_workers(self) -> int:
-        return self.devices // self.tensor_parallel
-
-
-@dataclass(frozen=True)
-class RolesSection:
-    """How the devices are split between computing prompts and generating tokens."""
-
-    prefill: RoleSection = field(default_factory=RoleSection)
-    """Workers that compute prompts."""
-    decode: RoleSection = field(default_factory=RoleSection)
-    """Workers that generate tokens."""
-
-
-@dataclass(frozen=True)
-class PlacementSection:
-    """Which of Ray's nodes hold what. The ranks of a worker are on one node anyway."""
-
-    labels: tuple[str, ...] = ()
-    """Workers go to nodes with all of these labels, each KEY=VALUE: those of `ray start --labels`, of a node type's
-    `labels`, or Ray's own, such as ray.io/accelerator-type=H100; VALUE may be !VALUE or in(ONE,OTHER). []: to any."""
-    routers: choices.RouterPlaces = "head"
-    """head: all where the controller is, where they share their ports; spread: each on a node of its own, all at the
-    same ports, and Baton serves once there are nodes for them. Spread ones keep batches only where `state` names a
-    Redis."""
-
-
-@dataclass(frozen=True)
-class EngineSection:
-    """How each worker runs the model."""
-
-    device: choices.DeviceName = field(default="auto", metadata=FIXED)
-    """Where the model runs; auto: CUDA where there is a GPU, else the CPU."""
-    block_size: int | Literal["auto"] = bounded("auto", at_least=1, at_most=4096)
-    """Tokens of one KV block; auto: 256 on a GPU where flash-attn can run, or flash_attn or varlen is asked for, else
-    16. Baton's attention for GPUs reads blocks of any size in place; flash_attn and varlen do so in multiples of 256,
-    and gather others first."""
-    kv_cache_dtype: choices.KvCacheDtypeName = field(default="auto", metadata=FIXED)
-    """What the KV pool holds; auto: the type that is computed in; int8, and on GPUs fp8: rounded, with a scale for each
-    head of each token, in little more than half of bfloat16's memory. On a GPU, Baton's own attention (triton) unpacks
-    such heads in registers; flash_attn and varlen gather and unpack them first, and do without CUDA graphs."""
-    kv_cache_tokens: int | None = bounded(None, at_least=1, at_most=2**40)
-    """Tokens that one worker's KV pool holds; null: what is left beside weights and the measured
-    activations (GPU), or four requests of max_model_len at most (CPU). `baton config explain` shows the sum."""
-    memory_utilization: float = bounded(0.9, above=0, at_most=1)
-    """Share of the memory that is free when a worker starts that its weights, activations and KV pool may take."""
-    max_num_batched_tokens: int = bounded(2048, at_least=1, at_most=2**24, is_run_time=True)
-    """Most tokens computed in one step; longer prompts are computed in chunks of this. For more than at their start,
-    for which they reserved memory, workers are replaced."""
-    max_num_seqs: int | Literal["auto"] = bounded("auto", at_least=1, at_most=65_536, is_fixed=True)
-    """Most sequences that one worker decodes at a time; auto: 64 on a CPU and 256 on a GPU, where a step of many takes
-    little longer than one of few; never more than max_num_batched_tokens."""
-    enable_prefix_cache: bool = True
-    """Keep the KV of finished prompts and reuse it where a later prompt begins the same."""
-    threads: int | None = bounded(None, at_least=1, at_most=1024)
-    """CPU threads of one rank; null: the cores divided by the ranks on the machine."""
-    attention: choices.AttentionName = "auto"
-    """Attention kernel; auto: the fastest in a trial at a worker's start, of flash_attn (where it is installed and
-    block_size is auto or a multiple of 256), Baton's own in Triton and torch's varlen those that work and read the KV
-    cache in place; else the CPU's."""
-    kernels: choices.KernelsName = "auto"
-    """Who computes on a CPU; native: Baton's kernels, compiled for the processor at the first start, which needs a C++
-    compiler; auto: those where they can be had, else torch. On a GPU, who computes between products and attention,
-    and who copies pages in a hand-off; auto: Baton's kernels in Triton where they can be had."""
-    deterministic: bool = False
-    """Give each token the same bits whatever else a step holds, and whether it is generated or a part of a prompt, so
-    that a request that moves or is replayed goes on with the same tokens where weights, GPU and tensor_parallel are
-    alike. Slower; needs Baton's own kernels, and transfer.wire_format native. docs/gpu.md says what it costs."""
-    enforce_eager: bool = False
-    """Launch each operation of a decode step by itself, instead of replaying CUDA graphs captured at the start: starts
-    sooner and takes less GPU memory, decodes slower. No difference on a CPU."""
-    async_steps: choices.AsyncStepsName = "auto"
-    """Launch the next decode step before the tokens of the one under way are read, which stay on the device: it never
-    waits for the host. A sequence that has ended is noticed one step late; tokens are the same. auto: on a GPU, where a
-    worker has one; on a CPU it would only compute what is thrown away. With several tensor-parallel ranks rank 0 gives
-    the others each step's tokens from device to device."""
-    grammar_timeout_s: float = bounded(2.0, above=0, at_most=DAY_S, is_fixed=True)
-    """A constraint on an output that takes longer to compile is refused; routers go by it, too."""
-    grammar_memory_bytes: int = bounded(256 * 1024 * 1024, at_least=2**20, at_most=2**40, is_fixed=True)
-    """Memory for the process that compiles and follows one constraint, beyond what it begins with."""
-    timed_steps: TimedStepsSection = field(default_factory=TimedStepsSection)
-    """Whether steps are waited for instead of computed."""
-
-    @property
-    def num_seqs(self) -> int:
-        """`max_num_seqs` as a number; a `device` that is not known yet is taken for a CPU."""
-        if self.max_num_seqs != "auto":
-            return self.max_num_seqs
-        return min(_AUTO_SEQS_GPU if self.device.startswith("cuda") else _AUTO_SEQS_CPU, self.max_num_batched_tokens)
+__all__ = [
+    "ROLES",
+    "AdminSection",
+    "AutoSection",
+    "EngineSection",
+    "MetricsSection",
+    "ModelSection",
+    "PlacementSection",
+    "RebalanceSection",
+    "RoleName",
+    "RoleSection",
+    "RolesSection",
+    "RouterSection",
+    "ServingConfig",
+    "SloSection",
+    "TransferSection",
+]
 
 
 @dataclass(frozen=True)
@@ -350,7 +232,7 @@ class ServingConfig:
 
     model: ModelSection = field(metadata=ROLLING)
     """The checkpoint that is served."""
-    roles: RolesSection = field(default_factory=RolesSection, metadata=RUN_TIME)
+    roles: RolesSection = field(default_factory=RolesSection)
     """How the devices are split."""
     placement: PlacementSection = field(default_factory=PlacementSection)
     """On which nodes."""
@@ -391,10 +273,14 @@ class ServingConfig:
     def role(self, name: RoleName) -> RoleSection:
         return self.roles.prefill if name == "prefill" else self.roles.decode
 
-    def block_size(self, name: RoleName) -> int | Literal["auto"]:
-        """Tokens of one KV block on the workers of a role."""
-        return self.role(name).block_size or self.engine.block_size
+    def model_of(self, name: RoleName) -> ModelSection:
+        """The model as the workers of a role serve it."""
+        return self.role(name).model.over(self.model)
 
-    def kv_cache_tokens(self, name: RoleName) -> int | None:
-        """Tokens of the KV pool of each worker of a role; None: the engine decides."""
-        return self.role(name).kv_cache_tokens or self.engine.kv_cache_tokens
+    def engine_of(self, name: RoleName) -> EngineSection:
+        """How the workers of a role run it."""
+        return self.role(name).engine_over(self.engine)
+
+    def labels_of(self, name: RoleName) -> tuple[str, ...]:
+        """Labels of the nodes for the workers of a role."""
+        return self.role(name).placement.over(self.placement).labels

@@ -15,7 +15,8 @@ from itertools import islice
 from cluster import rpc
 from cluster.errors import ConfigError
 from cluster.pb import worker_pb2
-from cluster.text import ROLE_NUMBERS
+from cluster.settings import run_time_json_of
+from cluster.text import ROLE_NUMBERS, role_name
 from cluster.tls import ClientTls
 from router.routing.candidate_pool import CandidatePool
 from router.routing.prefix_index import Holders
@@ -78,7 +79,7 @@ class Fleet:
         self._rng = rng
         self._dead_after_s = dead_after_s
         self._holders = Holders()
-        self._changed_settings: worker_pb2.Command | None = None
+        self._run_time_settings = ""
         self._num_requests = num_requests
         self._workers: dict[str, WorkerClient] = {}
         self._in_order: list[WorkerClient] = []
@@ -203,6 +204,7 @@ class Fleet:
                 self._on_worker(worker)
             else:
                 worker.role, worker.is_draining = address.role, address.is_draining
+                self._update_settings(worker)
         for address in wanted.values():
             if address.worker_id not in self._workers:
                 worker = self._make_client(
@@ -217,7 +219,7 @@ class Fleet:
                     open_channel=self._open_channel,
                     rng=self._rng,
                 )
-                worker.is_draining, worker.changed_settings = address.is_draining, self._changed_settings
+                worker.is_draining, worker.changed_settings = address.is_draining, self._settings_for(worker)
                 self._workers[address.worker_id] = worker
                 worker.on_change, worker.on_cost = self._on_worker, self._on_cost
                 self._on_worker(worker)
@@ -226,14 +228,22 @@ class Fleet:
         self.close_idle()
 
     def change_settings(self, run_time_settings: str) -> None:
-        """Sends settings that have changed to every worker, and to each when it connects from now on."""
-        command = worker_pb2.Command(update_settings=worker_pb2.UpdateSettings(json=run_time_settings))
-        if command == self._changed_settings:
-            return
-        self._changed_settings = command
+        """Sends settings that have changed to every worker, by its role, and to each when it connects from now on."""
+        self._run_time_settings = run_time_settings
         for worker in self._workers.values():
-            worker.changed_settings = self._changed_settings
-            worker.send(self._changed_settings)
+            self._update_settings(worker)
+
+    def _update_settings(self, worker: WorkerClient) -> None:
+        command = self._settings_for(worker)
+        if command is not None and command != worker.changed_settings:
+            worker.changed_settings = command
+            worker.send(command)
+
+    def _settings_for(self, worker: WorkerClient) -> worker_pb2.Command | None:
+        if not self._run_time_settings:
+            return None
+        text = run_time_json_of(role_name(worker.role), self._run_time_settings)
+        return worker_pb2.Command(update_settings=worker_pb2.UpdateSettings(json=text))
 
     def start(self) -> None:
         """From now on silent workers are taken as lost, until `close`. No effect the second time."""

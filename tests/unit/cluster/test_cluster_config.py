@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.config.load import load_config, parse_config
+from cluster.config.overrides import RoleOverrides
 from cluster.config.read import kinds_of
 from cluster.config.reference import field_docs, reference, render_reference
 from cluster.config.schema import ModelSection, RoleSection, ServingConfig
@@ -375,22 +376,11 @@ def nested(key: str, value: str) -> str:
     return f"{head}: {{{nested(rest, value)}}}" if rest else f"{head}: {value}"
 
 
-def test_a_role_has_devices_divided_by_tensor_parallel_workers(folder: Path) -> None:
-    config = parse(
-        folder,
-        "    roles: {prefill: {devices: 4, tensor_parallel: 2, block_size: 32}, decode: {kv_cache_tokens: 640}}\n"
-        "    engine: {kv_cache_tokens: 320}\n",
-    )
-    assert config.roles.prefill.num_workers == 2
-    assert (config.block_size("prefill"), config.block_size("decode")) == (32, "auto")
-    assert (config.kv_cache_tokens("prefill"), config.kv_cache_tokens("decode")) == (320, 640)
-
-
 def test_every_field_of_every_section_has_a_docstring() -> None:
     def check(section: type) -> None:
         assert set(field_docs(section)) == {f.name for f in dataclasses.fields(section)}, section
         for kind in kinds_of(section).values():
-            if kind.section is not None:
+            if kind.section is not None and not issubclass(kind.section, RoleOverrides):
                 check(kind.section)
 
     check(ServingConfig)

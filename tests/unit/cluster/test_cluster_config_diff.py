@@ -28,9 +28,21 @@ def test_what_is_not_marked_as_run_time_is_refused_by_name() -> None:
         refuse_fixed(changed)
     refuse_fixed(["engine.block_size", "transfer.num_slots"])
     refuse_fixed(["roles.decode.devices", "rebalance.slo.ttft_ms", "engine.max_num_batched_tokens"])
-    assert run_time_keys() == ("roles", "engine.max_num_batched_tokens", "rebalance")
+    assert {key for key in run_time_keys() if not key.startswith("roles.")} == {
+        "engine.max_num_batched_tokens",
+        "rebalance",
+    }
+    assert {key.removeprefix("roles.decode.") for key in run_time_keys() if key.startswith("roles.decode.")} == {
+        *("devices", "tensor_parallel", "min_workers", "block_size", "kv_cache_tokens"),
+        "engine.max_num_batched_tokens",
+    }
+    refuse_fixed(["roles.decode.engine.attention", "roles.prefill.model.quantization"])
+    with pytest.raises(FailedPrecondition, match=r"^roles.decode.engine.device cannot change while the cluster runs"):
+        refuse_fixed(["roles.decode.engine.device", "roles.decode.engine.max_num_batched_tokens"])
     assert not {key for key in rolling_keys() if is_run_time(key)}
-    assert {key.partition(".")[0] for key in rolling_keys()} == {"model", "engine", "transfer", "router", "metrics"}
+    assert {key.partition(".")[0] for key in rolling_keys()} == {
+        *("model", "roles", "engine", "transfer", "router", "metrics")
+    }
     assert {key for key in rolling_keys() if key.startswith("metrics.")} == {"metrics.router"}
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from cluster.config.roles import ModelOverrides
 from cluster.config.schema import AutoSection, ModelSection, RebalanceSection, ServingConfig
 from cluster.demand import Demand
 from cluster.errors import FailedPrecondition
@@ -125,6 +126,16 @@ async def test_roles_of_different_sizes_stay_and_it_is_said_why() -> None:
     assert not world.asked
     assert world.rebalancer.decision is not None and not world.rebalancer.decision.moves
     assert world.rebalancer.decision.why.startswith("stays: the roles differ in tensor_parallel (1 and 2)")
+
+
+async def test_roles_of_different_settings_stay_and_it_is_said_in_what_they_differ() -> None:
+    world = World()
+    decode = replace(AUTO.roles.decode, model=ModelOverrides(quantization="int8"))
+    await world.run(30, replace(AUTO, roles=replace(AUTO.roles, decode=decode)))
+    assert not world.asked
+    assert world.rebalancer.decision is not None
+    why = "stays: the roles differ in model.quantization (none and int8), so that no worker can change"
+    assert world.rebalancer.decision.why == why
 
 
 async def test_after_an_operators_change_there_is_peace_as_after_its_own() -> None:

@@ -154,6 +154,16 @@ async def test_changed_settings_reach_every_worker_and_one_that_connects_later(t
         assert await decode.next_update() == changed
 
 
+async def test_workers_get_what_their_role_has_of_its_own(tmp_path: Path) -> None:
+    prefill, decode = pair()
+    async with running_router(tmp_path, (prefill, decode)) as router, control_of(router) as control:
+        common = {"engine": {"max_num_batched_tokens": 512}}
+        own = {"engine": {"max_num_batched_tokens": 128}}
+        sent = json.dumps({**common, "roles": {"decode": own}})
+        await control.SetWorkers(admin_pb2.SetWorkersRequest(workers=named(router), run_time_settings=sent))
+        assert [json.loads(await worker.next_update()) for worker in (prefill, decode)] == [common, own]
+
+
 async def test_settings_that_are_told_again_are_not_sent_again(tmp_path: Path) -> None:
     """The controller names everything every two seconds, so that the router knows that there is one."""
     prefill, decode = pair()
