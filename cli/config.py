@@ -16,6 +16,7 @@ import typer
 
 from cli.common import AsJson, outcome
 from cluster.errors import ConfigError, InternalError
+from cluster.model_folder import model_name
 from cluster.program import SOURCE_ROOT, ExitCode, child_environment
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def _explain_roles(config: ServingConfig, mean_tokens: int | None) -> dict[str, 
 
 def _render(config: ServingConfig, roles: dict[str, Explained]) -> str:
     """The text for people: a block of lines for each role."""
-    name = config.model.name or Path(config.model.path).name
+    name = config.model.name or model_name(Path(config.model.path))
     return "\n\n".join([f"{name}, on this machine as it is now:", *map(_render_role, roles, roles.values())])
 
 
@@ -114,9 +115,7 @@ def _render_role(role: str, of: Explained) -> str:
 
 
 def _weights_note(of: Explained) -> str:
-    kept = ", layers in the checkpoint's own 4 bits" if of["keeps_codes"] else ""
-    rounded = of["dtype"] if of["quantization"] == "none" else f"{of['quantization']}, computed in {of['dtype']}"
-    return rounded + kept
+    return f"computed in {of['dtype']}: {of['weights']}"
 
 
 def _activations_note(of: Explained) -> str:

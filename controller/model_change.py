@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from cluster.config.schema import ModelSection
-from cluster.errors import FailedPrecondition
+from cluster.errors import CheckpointError, FailedPrecondition
+from cluster.model_folder import has_model_file, model_name, read_model_file, weight_files
 
 _CONFIG = "config.json"
 _OF_TEXT = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
@@ -37,7 +38,7 @@ def _obstacles(running: ModelSection, wanted: ModelSection) -> Iterator[str]:
     before, after = Path(running.path), Path(wanted.path)
     if after == before:
         return
-    if not any(after.glob("*.safetensors")):
+    if not weight_files(after):
         yield f"model.path: {after} has no *.safetensors"
     try:
         config, other = (_read(folder / _CONFIG) for folder in (before, after))
@@ -48,26 +49,26 @@ def _obstacles(running: ModelSection, wanted: ModelSection) -> Iterator[str]:
         for name in _OF_TEXT:
             if not _is_same(before / name, after / name):
                 yield f"model.path: {after} has another {name} than {before}, which routers have read"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, CheckpointError) as error:
         yield f"model.path: {before} and {after} cannot be compared: {error}"
 
 
 def _name_of(model: ModelSection) -> str:
     """The name that clients use."""
-    return model.name or Path(model.path).resolve().name
+    return model.name or model_name(Path(model.path))
 
 
 def _is_same(one: Path, other: Path) -> bool:
-    if not (one.exists() and other.exists()):
-        return one.exists() == other.exists()
-    if one.read_bytes() == other.read_bytes():
+    if not (has_model_file(one) and has_model_file(other)):
+        return has_model_file(one) == has_model_file(other)
+    if read_model_file(one) == read_model_file(other):
         return True
     return one.suffix == ".json" and _read(one) == _read(other)
 
 
 def _read(path: Path) -> dict[str, Any]:
     """The part of a JSON object that does not say how weights were written. Raises OSError, ValueError."""
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = json.loads(read_model_file(path))
     if not isinstance(content, dict):
         raise ValueError(f"{path} does not hold a JSON object")
     return {key: value for key, value in content.items() if key not in _OF_WEIGHTS}

@@ -61,6 +61,10 @@ class Checkpoint:
         self._unread: set[str] = set()
         self.bytes_read = 0
         """Bytes of tensor data that were asked for, in the files' own types."""
+        self._open_files()
+
+    def _open_files(self) -> None:
+        """Learns which tensors there are, and where."""
         index = self._read_index()
         for name in sorted(set(index.values())) if index else self._single_files():
             self._open(name)

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from cluster.errors import CheckpointError
+from cluster.model_folder import read_model_file
 
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_model_file(path))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file; a checkpoint is a folder in Hugging Face's format") from None
     except (OSError, ValueError) as error:

@@ -13,7 +13,8 @@ Legend: T tokens, S sequences, R rows with logits, P scored rows.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
@@ -21,6 +22,7 @@ import numpy.typing as npt
 import torch
 
 from cluster.kv_groups import num_rows
+from cluster.text import format_bytes
 from engine.kv.pool import cell_size
 from engine.models.config import ModelConfig
 from engine.models.experts import ExpertsConfig
@@ -32,11 +34,17 @@ from engine.models.shapes import (
     vocabulary_matrix,
 )
 from engine.native.structures import INT4_ZEROS, INT8
+from engine.quantization.blocks import GROUP, Blocks
 from engine.quantization.integers import multiplies_quantized, stored_bytes
 from engine.quantization.interface import Kernels, TritonProducts, weight_formats
+from engine.quantization.packed import Packing
 from engine.quantization.plain import keeps_plain
 from engine.quantization.scaled import Scaling
+from engine.quantization.stored import Stored
 from engine.step_input import StepInput
+
+_FLOATS = ("F32", "F16", "BF16")
+"""Types of GGUF that are decoded by themselves."""
 
 Lengths = npt.NDArray[np.int64]
 
@@ -121,7 +129,7 @@ def weight_bytes(config: ModelConfig, tp_size: int, form: WeightForm) -> int:
     is_plain = form.quantization == "none" and keeps_plain(vocabulary, kind, place, form.is_tiled)
     if config.tie_word_embeddings and is_plain:
         head -= embedding
-    layers = sum(m.count * _linear_bytes(config, m, form) for m in layer_matrices(config, tp_size))
+    layers = sum(kept.size_bytes for m in layer_matrices(config, tp_size) for kept in _kept(config, m, form))
     num_attending = config.num_hidden_layers - len(config.state_layers)
     vectors = num_attending * layer_vector_elements(config, tp_size) + config.hidden_size
     of_states = state_vector_bytes(config, tp_size, kind.itemsize)
@@ -131,7 +139,7 @@ def weight_bytes(config: ModelConfig, tp_size: int, form: WeightForm) -> int:
 def layers_multiplied_bytes(config: ModelConfig, tp_size: int, form: WeightForm, *, of_experts: bool = False) -> int:
     """Bytes of the matrices of all layers on one rank, in one form: of all experts, or of what all tokens take."""
     matrices = [matrix for matrix in layer_matrices(config, tp_size) if matrix.is_expert == of_experts]
-    return sum(matrix.count * _linear_bytes(config, matrix, form, is_read=True) for matrix in matrices)
+    return sum(kept.size_bytes for matrix in matrices for kept in _kept(config, matrix, form, is_read=True))
 
 
 def largest_matrix_elements(config: ModelConfig, tp_size: int) -> int:
@@ -150,11 +158,81 @@ def multiplied_elements(config: ModelConfig, tp_size: int) -> int:
     return count
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """Matrices of one size: how the checkpoint has them, how the rank keeps them, and what they take there."""
+
+    stored: str
+    kept: str
+    size_bytes: int
+
+
+def describe_weights(config: ModelConfig, tp_size: int, form: WeightForm) -> str:
+    """Returns how the checkpoint's weights are kept on one rank and the bytes that they take, for a log."""
+    sizes: Counter[tuple[str, str]] = Counter()
+    for matrix in layer_matrices(config, tp_size):
+        for kept in _kept(config, matrix, form):
+            sizes[kept.stored, kept.kept] += kept.size_bytes
+    rest = weight_bytes(config, tp_size, form) - sizes.total()
+    head = "" if form.quantization == "none" else f", head in {form.quantization}"
+    told = [f"{stored} {kept}, {format_bytes(size)}" for (stored, kept), size in sizes.most_common()]
+    return "; ".join([*told, f"vocabulary and norms in {form.dtype}{head}, {format_bytes(rest)}"])
+
+
+def _kept(config: ModelConfig, matrix: MatrixShape, form: WeightForm, is_read: bool = False) -> Iterator[_Kept]:
+    """All matrices of one size. `is_read`: bytes of one form, where weights are kept in two."""
+    packing = config.packing if matrix.is_packed else None
+    if not isinstance(packing, Blocks):
+        size = matrix.count * _linear_bytes(config, matrix, form, is_read)
+        yield _Kept(_stored_name(config, packing), _kept_name(config, matrix, form), size)
+        return
+    for layer in range(config.num_hidden_layers):
+        names = [f"model.layers.{layer}.{part}" for part in matrix.parts]
+        kind = None
+        if form.keeps_codes:
+            kind = packing.kept_kind(names, matrix.num_inputs, form.quantization, form.are_in_triton)
+        stored = f"GGUF {' + '.join(sorted({packing.stored_type(name) for name in names}))}"
+        if kind is None:
+            unpacked = replace(config, packing=None)
+            is_float = all(packing.stored_type(name) in _FLOATS for name in names)
+            kept = _kept_name(unpacked, matrix, form) if is_float else _decoded_name(form)
+            yield _Kept(stored, kept, _linear_bytes(unpacked, matrix, form, is_read))
+        else:
+            size = stored_bytes(matrix.shape, kind, GROUP, form.are_codes_tiled)
+            yield _Kept(stored, f"kept as {'int4' if kind == INT4_ZEROS else 'int8'} in groups of {GROUP}", size)
+
+
+def _stored_name(config: ModelConfig, packing: Stored | None) -> str:
+    if isinstance(packing, Scaling):
+        return f"{packing.form} {packing.scales_by}"
+    return f"{packing.method} in {packing.bits} bits" if isinstance(packing, Packing) else config.dtype
+
+
+def _kept_name(config: ModelConfig, matrix: MatrixShape, form: WeightForm) -> str:
+    packing = config.packing if matrix.is_packed else None
+    if not matrix.is_rounded or (packing is None and form.quantization == "none"):
+        return "as it is" if form.dtype == config.dtype else f"computed in {form.dtype}"
+    if packing is None:
+        return f"rounded to {form.quantization}"
+    if form.keeps_codes and isinstance(packing, Scaling):
+        return "kept as int8"
+    if form.keeps_codes and isinstance(packing, Packing):
+        group = packing.kept_group(matrix.num_inputs, matrix.num_ranks)
+        if group is not None:
+            return f"kept as int4 in groups of {group}"
+    return _decoded_name(form)
+
+
+def _decoded_name(form: WeightForm) -> str:
+    return f"decoded to {form.dtype}" if form.quantization == "none" else f"rounded to {form.quantization}"
+
+
 def _linear_bytes(config: ModelConfig, linear: MatrixShape, form: WeightForm, is_read: bool = False) -> int:
     """Bytes of one such matrix; `is_read`: of one form, where it is kept in two."""
     if not linear.is_rounded:
         return form.unrounded_bytes_of(linear.shape)
     packing = config.packing if linear.is_packed and form.keeps_codes else None
+    assert not isinstance(packing, Blocks), "blocks are kept by their names"
     if isinstance(packing, Scaling):
         return stored_bytes(linear.shape, INT8, 0, form.are_codes_tiled)
     group = None if packing is None else packing.kept_group(linear.shape[1], linear.num_ranks)

@@ -22,6 +22,7 @@ from engine.checkpoint import Checkpoint
 from engine.copies import upload
 from engine.cuda_graphs import Capture, DecodeGraphs, choose_capture
 from engine.decode_inputs import DecodeInputs, choose_advance
+from engine.gguf_checkpoint import open_checkpoint
 from engine.kv.pool import KvCache
 from engine.layers.linear import Loader
 from engine.layers.ops import choose_ops
@@ -71,7 +72,7 @@ class ModelRunner:
         graphs_up_to: int = 0,
         capture: Capture | None = None,
         sampler: Sampler | None = None,
-        open_weights: Callable[[Path], Checkpoint] = Checkpoint,
+        open_weights: Callable[[Path], Checkpoint] = open_checkpoint,
         report: Callable[[str], None] | None = None,
     ) -> None:
         """Decode steps of up to `graphs_up_to` sequences become CUDA graphs where that works, by `capture` if given.

@@ -26,12 +26,14 @@ import torch.cuda.nccl
 import torch.distributed
 
 from cluster.errors import BatonError, CheckpointError, ConfigError
+from cluster.model_folder import weight_files
 from cluster.program import ExitCode
 from cluster.settings import WorkerSettings
 from engine.attention.registry import choose_attention
-from engine.checkpoint import Checkpoint
+from engine.gguf_checkpoint import open_checkpoint
 from engine.layers.ops import TorchOps, choose_ops
 from engine.memory import resolve_device, resolve_dtype, resolve_kv_dtype
+from engine.model_cost import describe_weights
 from engine.models.folder import read_model
 from engine.quantization.interface import TritonProducts
 from kv_transfer.transports.selection import supported
@@ -104,9 +106,9 @@ def _flash_attn() -> Part:
 
 
 def _checkpoint(folder: Path) -> dict[str, Any]:
-    with Checkpoint(folder) as checkpoint:
-        files = [folder / name for name in checkpoint.files]
-        sizes = sum(path.stat().st_size for path in files)
+    with open_checkpoint(folder) as checkpoint:
+        files = checkpoint.files
+        sizes = sum(path.stat().st_size for path in weight_files(folder) if path.name in files)
         return {
             "num_files": len(files),
             "num_tensors": checkpoint.num_tensors,
@@ -191,7 +193,7 @@ def explain_memory(settings: WorkerSettings, mean_tokens: int | None) -> dict[st
         "device": resolved.device,
         "dtype": resolved.dtype,
         "quantization": settings.model.quantization,
-        "keeps_codes": demand.form.keeps_codes,
+        "weights": describe_weights(resolved.config, settings.tp_size, demand.form),
         "kv_dtype": resolved.kv_dtype,
         "tensor_parallel": settings.tp_size,
         "memory_utilization": settings.engine.memory_utilization,

@@ -28,6 +28,7 @@ from engine.memory import (
     estimate_activations,
     plan_memory,
 )
+from engine.model_cost import describe_weights
 from engine.model_runner import ModelRunner
 from engine.profiling import measure_activations
 from engine.sampling.sampler import Sampler
@@ -104,7 +105,8 @@ def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> Load
         sampler.warm_up(runner.device)
     end_helpers()  # steps run on other threads
     resolved = with_transports_of(resolved, memory)
-    return LoadedRank(runner, transfer_engine, plan, resolved, sampler, _choices_of(runner, plan))
+    choices = _choices_of(runner, plan, settings.tp_size)
+    return LoadedRank(runner, transfer_engine, plan, resolved, sampler, choices)
 
 
 def with_transports_of(resolved: Resolved, memory: PoolMemory | None) -> Resolved:
@@ -113,10 +115,11 @@ def with_transports_of(resolved: Resolved, memory: PoolMemory | None) -> Resolve
     return replace(resolved, transports=transports)
 
 
-def _choices_of(runner: ModelRunner, plan: MemoryPlan) -> tuple[str, ...]:
+def _choices_of(runner: ModelRunner, plan: MemoryPlan, num_ranks: int) -> tuple[str, ...]:
     why = "" if runner.device.type == "cpu" else f" ({runner.attention_reason})"
     return (
         memory_line(plan),
+        f"weights: {describe_weights(runner.config, num_ranks, runner.weight_form)}",
         f"attention: {runner.attention_name}{why}; Baton's own kernels: {runner.kernels_reason}",
         f"CUDA graphs: {runner.graphs_reason}",
     )

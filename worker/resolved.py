@@ -11,6 +11,7 @@ import torch
 
 from cluster.config.timed import timed_obstacles
 from cluster.errors import ConfigError
+from cluster.model_folder import model_name, read_model_file, weight_files
 from cluster.pb import rank_pb2
 from cluster.settings import WorkerSettings
 from engine.attention.registry import choose_attention
@@ -193,7 +194,7 @@ def _resolve_timed(settings: WorkerSettings) -> Resolved:
 
 
 def _model_name(settings: WorkerSettings) -> str:
-    return settings.model.name or Path(settings.model.path).resolve().name
+    return settings.model.name or model_name(Path(settings.model.path))
 
 
 def _own_device(settings: WorkerSettings, device: str) -> str:
@@ -216,8 +217,8 @@ def checkpoint_digest(folder: Path) -> str:
     Samples are evenly spaced, so that a file costs at most a few hundred short reads whatever its size: a checkpoint
     that was trained further has another digest, and one with a few numbers changed by hand may not.
     """
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for file in sorted(folder.glob("*.safetensors")):
+    digest = hashlib.sha256(read_model_file(folder / "config.json"))
+    for file in weight_files(folder):
         size = file.stat().st_size
         with file.open("rb") as weights:
             digest.update(f"{file.name}:{size}".encode() + weights.read(_WHOLE_BYTES))

@@ -30,7 +30,8 @@ from cluster.config.source import (
     read_text,
     report_doubled_keys,
 )
-from cluster.errors import ConfigError
+from cluster.errors import CheckpointError, ConfigError
+from cluster.model_folder import gguf_file, model_name, read_model_file
 
 ROOT = "metadata.serving"
 _OF_FILES = ("auth", "tls", "internal_tls")
@@ -107,11 +108,17 @@ def _with_paths(section: S, folder: Path) -> S:
 
 def _wrong_model(path: Path) -> str | None:
     """Why the model's folder cannot be one, or nothing; looks only at what exists."""
+    try:
+        if gguf_file(path) is not None:
+            read_model_file(path / "config.json")
+            return None
+    except (CheckpointError, OSError) as error:
+        return str(error)
     if not path.is_dir():
         what = "is not a folder" if path.exists() else "no such folder"
-        return f"{what}: {path}; name a Hugging Face checkpoint with config.json"
+        return f"{what}: {path}; name a Hugging Face checkpoint with config.json, or a .gguf file"
     if not (path / "config.json").is_file():
-        return f"no config.json in {path}; name a Hugging Face checkpoint"
+        return f"no config.json in {path}; name a Hugging Face checkpoint, or a .gguf file"
     return None
 
 
@@ -138,7 +145,7 @@ def describe_config(config: ServingConfig) -> str:
     parallel = ""
     if (prefill.tensor_parallel, decode.tensor_parallel) != (1, 1):
         parallel = f" (tensor parallel {prefill.tensor_parallel} + {decode.tensor_parallel})"
-    name = config.model.name or Path(config.model.path).name
+    name = config.model.name or model_name(Path(config.model.path))
     address = format_address(config.router.host, config.router.port)
     return (
         f"{split}{decode.num_workers} decode {workers}{parallel}, {name} in "

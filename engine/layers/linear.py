@@ -18,9 +18,10 @@ import torch.nn.functional as F
 
 from engine.checkpoint import Checkpoint, TensorSlice
 from engine.layers.ops import Ops
+from engine.quantization.blocks import Blocks, keep_blocks
 from engine.quantization.fp8 import ScaledFp8Matrix
 from engine.quantization.integers import make_quantized
-from engine.quantization.interface import Kernels, Matrix, RoundedRows, Rows, make_matrix
+from engine.quantization.interface import Kernels, Matrix, RoundedRows, Rows, TritonProducts, make_matrix
 from engine.quantization.packed import keep_codes, read_codes
 from engine.quantization.scaled import Scaling
 from engine.quantization.stored import Stored
@@ -55,6 +56,8 @@ class Loader:
         """None where a part is plain, or packed codes cannot be multiplied as they are."""
         if isinstance(self.packing, Scaling):
             return self._keep_int8(self.packing, parts)
+        if isinstance(self.packing, Blocks):
+            return self._keep_blocks(self.packing, parts)
         if self.packing is None or any(part.name in self.checkpoint for part in parts):
             return None
         found = keep_codes([read_codes(self.checkpoint, self.packing, part, self.device) for part in parts])
@@ -69,6 +72,12 @@ class Loader:
         whole = [scaling.read_int8(self.checkpoint, part, self.device) for part in parts]
         data, scales = torch.cat([part.data for part in whole]), torch.cat([part.scales for part in whole])
         return make_quantized(replace(whole[0], data=data, scales=scales), self.kernels)
+
+    def _keep_blocks(self, blocks: Blocks, parts: Sequence[TensorSlice]) -> Matrix | None:
+        names, num_inputs = [part.name for part in parts], parts[0].local_shape[1]
+        kind = blocks.kept_kind(names, num_inputs, self.quantization, isinstance(self.kernels, TritonProducts))
+        weight = None if kind is None else keep_blocks(self.checkpoint, parts, kind, self.device)
+        return None if weight is None else make_quantized(weight, self.kernels)
 
     def _read_weight(self, part: TensorSlice, out: torch.Tensor) -> None:
         if self.packing is None:

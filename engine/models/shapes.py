@@ -10,6 +10,10 @@ from dataclasses import dataclass, replace
 
 from engine.models.config import ModelConfig
 
+_QKV = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
+_OUT, _DOWN = ("self_attn.o_proj.weight",), ("mlp.down_proj.weight",)
+_GATE_UP = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
+
 
 @dataclass(frozen=True)
 class MatrixShape:
@@ -27,6 +31,8 @@ class MatrixShape:
     """Whether a token is multiplied with those of its experts only."""
     is_rounded: bool = True
     """Whether `model.quantization` rounds it."""
+    parts: tuple[str, ...] = ()
+    """Names of the weights that are fused in it, below `model.layers.N`; empty: those of experts."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -45,15 +51,16 @@ def layer_matrices(config: ModelConfig, tp_size: int) -> list[MatrixShape]:
     net, num_states = config.delta_net, len(config.state_layers)
     queries = attended * (1 + config.attention_gate)
     matrices = [
-        MatrixShape(queries + 2 * kv, hidden, num_layers - num_states, is_packed=True),
-        MatrixShape(hidden, attended, num_layers - num_states, is_packed=True, num_ranks=tp_size),
+        MatrixShape(queries + 2 * kv, hidden, num_layers - num_states, is_packed=True, parts=_QKV),
+        MatrixShape(hidden, attended, num_layers - num_states, is_packed=True, num_ranks=tp_size, parts=_OUT),
     ]
     if net is not None:
         outputs, inner = net.num_key_heads * net.head_outputs, net.num_value_heads * net.value_head_dim
         matrices.append(MatrixShape(outputs // tp_size, hidden, num_states, is_packed=True))
         matrices.append(MatrixShape(hidden, inner // tp_size, num_states, is_packed=True, num_ranks=tp_size))
     if num_dense := num_layers - (experts.num_layers if experts else 0):
-        matrices += _mlp_matrices(config.intermediate_size, num_dense, config, tp_size)
+        gate_up, down = _mlp_matrices(config.intermediate_size, num_dense, config, tp_size)
+        matrices += [replace(gate_up, parts=_GATE_UP), replace(down, parts=_DOWN)]
     if experts is None:
         return matrices
     count = experts.num_layers

@@ -18,25 +18,27 @@
 namespace {
 
 constexpr int64_t kSpan = 128;            // inputs of a token that share a scale
-constexpr int64_t kGroup = 32;            // inputs of a 4-bit weight that share one at least
+constexpr int64_t kGroup = 32;            // inputs of a weight that share one at least, where not all of an output do
 constexpr int64_t kTokensAtOnce = 96;     // that a block of the weight is multiplied with before the next one
 constexpr int64_t kBlockBytes = 256 << 10;  // of a tile of the weight that stay in a core's cache meanwhile
 constexpr int64_t kAhead = 8192;          // bytes that are asked of memory before they are needed: whole spans
 
-enum Format { kBf16 = 0, kInt8 = 1, kInt4 = 2, kInt4Zeros = 3 };
+enum Format { kBf16 = 0, kInt8 = 1, kInt4 = 2, kInt4Zeros = 3, kInt8Groups = 4 };
 
 // As engine.native lays it out.
 struct Weight {
-  const char* data;    // kBf16: [O / 64, I / 2, 64, 2]; kInt8: [O / 64, I / 4, 64, 4], plus 128;
+  const char* data;    // kBf16: [O / 64, I / 2, 64, 2]; kInt8 and kInt8Groups: [O / 64, I / 4, 64, 4], plus 128;
                        // else [O / 64, I / 8, 64, 4]: 4 inputs low, 4 high
-  const void* scales;  // kInt8: float32 [O]; kInt4: bfloat16 [O / 64, G, 64]; kInt4Zeros: float16 [O / 64, G, 2, 64]
+  const void* scales;  // kInt8: float32 [O]; kInt4: bfloat16 [O / 64, G, 64]; kInt4Zeros: float16 [O / 64, G, 2, 64];
+                       // kInt8Groups: float16 [O / 64, G, 64]
   int64_t format, group;
   int64_t width;            // inputs of a token
   int64_t inputs, outputs;  // inputs: as many as the weight is padded to; outputs: as many as are wanted
 
   bool rounds() const { return format != kBf16; }
+  bool has_bytes() const { return format == kInt8 || format == kInt8Groups; }
   // Bytes of a tile for as many inputs.
-  int64_t tile_bytes(int64_t count) const { return count * kColumns * (format == kBf16 ? 4 : format == kInt8 ? 2 : 1) / 2; }
+  int64_t tile_bytes(int64_t count) const { return count * kColumns * (format == kBf16 ? 4 : has_bytes() ? 2 : 1) / 2; }
 };
 
 struct Matrix {
@@ -155,6 +157,30 @@ void add_int4(const Weight& w, int64_t tile, const char* from, const char* ahead
   }
 }
 
+template <int C, int kLines>
+void add_int8_groups(const Weight& w, int64_t tile, const char* from, const char* ahead, const Rows& x, int64_t t,
+                     int64_t first, int64_t last, Tile* to) {
+  constexpr int64_t kSteps = kGroup / 4;
+  const int64_t groups = w.inputs / kGroup, scale_groups = (w.inputs + w.group - 1) / w.group;
+  for (int64_t g = first / kGroup; g < last / kGroup; ++g, from += kSteps * kStepBytes, ahead += kSteps * kLines * kLine) {
+    Sums sums;
+    for (int c = 0; c < C; ++c) {
+      const __m512i shift = _mm512_set1_epi32(-128 * x.sums[(t + c) * groups + g]);
+      for (int v = 0; v < kVectors; ++v) sums[c][v] = shift;
+    }
+    const auto* rows = reinterpret_cast<const char*>(x.data + t * w.inputs + g * kGroup);
+    dot<Bytes, C, kLines>(rows, w.inputs, from, kStepBytes, kSteps, sums, ahead);
+    const auto* scales = static_cast<const uint16_t*>(w.scales) + (tile * scale_groups + g * kGroup / w.group) * kColumns;
+    for (int v = 0; v < kVectors; ++v) {
+      const __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales + v * 16)));
+      for (int c = 0; c < C; ++c) {
+        const __m512 of_token = _mm512_mul_ps(scale, _mm512_set1_ps(x.scales[(t + c) * (groups / 4) + g / 4]));
+        add(&to[c][v * 16], sums[c][v], of_token);
+      }
+    }
+  }
+}
+
 // A part of the inputs of a tile: of which, what of it lies where, and what will be needed next.
 struct Block {
   int64_t tile, first, last;
@@ -167,6 +193,7 @@ void add_block(const Weight& w, const Block& b, const Rows& x, int64_t t, Tile* 
   switch (w.format) {
     case kBf16: return add_bf16<C, kLines>(w, b.from, b.ahead, x, t, b.first, b.last, to);
     case kInt8: return add_int8<C, kLines>(w, b.from, b.ahead, x, t, b.first, b.last, to);
+    case kInt8Groups: return add_int8_groups<C, kLines>(w, b.tile, b.from, b.ahead, x, t, b.first, b.last, to);
     default: return add_int4<C, kLines>(w, b.tile, b.from, b.ahead, x, t, b.first, b.last, to);
   }
 }

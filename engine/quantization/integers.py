@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.native import Native
-from engine.native.structures import INT4, INT4_ZEROS, INT8, SPAN, TILE, Tiles
+from engine.native.structures import INT4, INT4_ZEROS, INT8, INT8_GROUPS, SPAN, TILE, Tiles
 from engine.quantization.interface import (
     Kernels,
     Matrix,
@@ -32,23 +32,26 @@ _GROUP = 32
 """Inputs that share a scale in int4."""
 _IN_TRITON = {INT8: "int8", INT4: "int4", INT4_ZEROS: "int4 with zeros"}
 """What `engine.triton.products` calls them."""
+_OF_BYTES = (INT8, INT8_GROUPS)
+"""Kinds with a byte for each code."""
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """A weight: `data` int8 [O, I] or uint8 [O, I / 2], `scales` float32 [O], bfloat16 [O, G] or float16 [O, G, 2]."""
+    """A weight: `data` int8 [O, I] or uint8 [O, I / 2], `scales` float32 [O], bfloat16 or float16 [O, G], or float16
+    [O, G, 2]."""
 
     data: Tensor
     scales: Tensor
     kind: int
-    """INT8, INT4 or INT4_ZEROS of `engine.native.structures`."""
+    """INT8, INT4, INT4_ZEROS or INT8_GROUPS of `engine.native.structures`."""
     group: int
 
     @property
     def shape(self) -> tuple[int, int]:
         """The weight's outputs and inputs."""
         num_outputs, width = self.data.shape
-        return num_outputs, width if self.kind == INT8 else 2 * width
+        return num_outputs, width if self.kind in _OF_BYTES else 2 * width
 
     @property
     def nbytes(self) -> int:
@@ -56,7 +59,7 @@ class Quantized:
 
     def codes(self) -> Tensor:
         """[O, I]: int8, or uint8 below 16."""
-        return self.data if self.kind == INT8 else torch.stack((self.data & 15, self.data >> 4), dim=2).flatten(1)
+        return self.data if self.kind in _OF_BYTES else torch.stack((self.data & 15, self.data >> 4), dim=2).flatten(1)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """[O, I], the weight as far as the format keeps it."""
@@ -65,7 +68,7 @@ class Quantized:
         num_outputs = self.data.shape[0]
         codes = self.codes().float().view(num_outputs, -1, self.group)
         pairs = self.scales.float().view(num_outputs, codes.shape[1], -1)
-        zeros = 8 if self.kind == INT4 else pairs[:, :, 1:]
+        zeros = {INT4: 8, INT8_GROUPS: 0}.get(self.kind, pairs[:, :, 1:])
         return codes.sub_(zeros).mul_(pairs[:, :, :1]).view(num_outputs, -1).to(dtype)
 
 
@@ -125,8 +128,9 @@ def stored_bytes(shape: tuple[int, int], kind: int, group: int, is_tiled: bool) 
         num_outputs, num_inputs = -(-num_outputs // TILE) * TILE, -(-num_inputs // SPAN) * SPAN
     if kind == INT8:
         return num_outputs * (num_inputs + torch.float32.itemsize)
-    scale_bytes = torch.bfloat16.itemsize if kind == INT4 else 2 * torch.float16.itemsize
-    return num_outputs * (num_inputs // 2 + -(-num_inputs // group) * scale_bytes)
+    scale_bytes = 2 * torch.float16.itemsize if kind == INT4_ZEROS else torch.float16.itemsize
+    code_bytes = num_inputs if kind in _OF_BYTES else num_inputs // 2
+    return num_outputs * (code_bytes + -(-num_inputs // group) * scale_bytes)
 
 
 def _format(name: str) -> WeightFormat:
@@ -163,16 +167,19 @@ def _tile(weight: Quantized) -> Tiles:
     num_outputs, num_inputs = weight.shape
     tiles, width = -(-num_outputs // TILE), -(-num_inputs // SPAN) * SPAN
     codes = weight.codes()
-    if weight.kind == INT8:
+    if weight.kind in _OF_BYTES:
         codes = (codes.to(torch.int16) + 128).to(torch.uint8)
     codes = F.pad(codes, (0, width - num_inputs, 0, tiles * TILE - num_outputs))
     if weight.kind == INT8:
         data = codes.view(tiles, TILE, -1, 4).transpose(1, 2).contiguous()
         scales = F.pad(weight.scales, (0, tiles * TILE - num_outputs))
         return Tiles(data, scales, INT8, 0, num_outputs, num_inputs)
-    halves = codes.view(tiles, TILE, -1, 2, 4)
-    data = (halves[:, :, :, 0] | halves[:, :, :, 1] << 4).transpose(1, 2).contiguous()
-    pairs = weight.scales.view(num_outputs, -1, 1 if weight.kind == INT4 else 2)
+    if weight.kind == INT8_GROUPS:
+        data = codes.view(tiles, TILE, -1, 4).transpose(1, 2).contiguous()
+    else:
+        halves = codes.view(tiles, TILE, -1, 2, 4)
+        data = (halves[:, :, :, 0] | halves[:, :, :, 1] << 4).transpose(1, 2).contiguous()
+    pairs = weight.scales.view(num_outputs, -1, 2 if weight.kind == INT4_ZEROS else 1)
     groups = -(-width // weight.group)
     pairs = F.pad(pairs, (0, 0, 0, groups - pairs.shape[1], 0, tiles * TILE - num_outputs))
     scales = pairs.view(tiles, TILE, groups, -1).permute(0, 2, 3, 1).contiguous()

@@ -38,6 +38,14 @@ class Scaling:
     unused_tensors = (".input_scale", ".output_scale", ".k_scale", ".v_scale")
     """Endings of tensors for activations that are rounded, which are not here."""
 
+    @property
+    def scales_by(self) -> str:
+        """Says which weights share a scale."""
+        rows, columns = self.block
+        if rows is not None and columns is not None:
+            return f"in blocks of {rows}x{columns}"
+        return "by outputs" if rows == 1 else "by tensors"
+
     def keeps_codes(self, quantization: str, dtype: torch.dtype, kernels: Kernels | None) -> bool:
         """Whether a model that is loaded so multiplies with int8 as it is: it loses nothing by it, and kernels for the
         CPU round activations to 8 bits for the product, of the size of what bfloat16 rounds."""

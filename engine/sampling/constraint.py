@@ -12,13 +12,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from cluster.grammar import AskedRow, GrammarFailed, GrammarLimits, GrammarLost, GrammarProcess, GrammarProcesses
+from cluster.model_folder import has_model_file, read_model_file
 
 MAX_GRAMMARS = 32
 """Grammars whose processes are kept for further requests with the same one."""
@@ -160,7 +160,7 @@ class Constrainer:
     def from_folder(cls, folder: Path, vocab_size: int, limits: GrammarLimits | None = None) -> Constrainer | None:
         """None where there is no tokenizer: nothing can be constrained there."""
         path = folder / "tokenizer.json"
-        return cls(partial(path.read_text, encoding="utf-8"), vocab_size, limits) if path.is_file() else None
+        return cls(lambda: read_model_file(path).decode("utf-8"), vocab_size, limits) if has_model_file(path) else None
 
     def new(self, grammar: str) -> Constraint:
         """Blocks until the grammar is compiled. Raises ValueError for one that cannot be followed."""

@@ -22,6 +22,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cluster.errors import CheckpointError, FailedPrecondition, FieldViolation, InvalidRequest
+from cluster.model_folder import has_model_file, read_model_file
 from cluster.pb import generation_pb2
 from router.api.call import MOST_MESSAGES, MOST_TOOLS
 from router.api.violations import Violations
@@ -125,8 +126,8 @@ class ChatTemplate:
         """A model without a template gets one that refuses every chat."""
         special = {key: _token_text(tokenizer_config[key]) for key in _token_keys(tokenizer_config)}
         path = folder / "chat_template.jinja"
-        if path.exists():
-            return cls({"default": path.read_text(encoding="utf-8")}, special)
+        if has_model_file(path):
+            return cls({"default": read_model_file(path).decode("utf-8")}, special)
         given = tokenizer_config.get("chat_template")
         if isinstance(given, list):
             return cls({entry["name"]: entry["template"] for entry in given}, special)

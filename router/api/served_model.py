@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.errors import CheckpointError, ConfigError, FieldViolation, NotFound
+from cluster.model_folder import has_model_file, model_name, read_model_file
 from cluster.pb import generation_pb2 as pb
 from router.api.sampling import default_sampling, model_defaults
 from router.api.violations import shortened
@@ -44,7 +45,7 @@ class ServedModel:
             raise ConfigError(f"max_model_len must be between 2 and the model's {longest} (got {max_model_len})")
         eos = generation.get("eos_token_id", config.get("eos_token_id"))
         return cls(
-            name=name or folder.resolve().name,
+            name=name or model_name(folder),
             vocab_size=_positive_int(config, "vocab_size"),
             max_model_len=max_model_len or longest,
             max_sequences=min(MOST_SEQUENCES, max_num_seqs),
@@ -64,10 +65,10 @@ class ServedModel:
 
 def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
     """A JSON object of the model folder; empty when it is absent and not `required`."""
-    if not path.exists() and not required:
+    if not required and not has_model_file(path):
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_model_file(path))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON ({error})") from error
     if not isinstance(content, dict):

@@ -16,6 +16,7 @@ from typing import Any
 import tokenizers
 
 from cluster.errors import CheckpointError
+from cluster.model_folder import read_model_file
 from router.api.chat import ChatTemplate, Prompt
 from router.api.served_model import read_json
 from router.stream.detokenizer import CONTEXT_TOKENS, ByteDetokenizer, Detokenizer, WindowDetokenizer
@@ -53,7 +54,7 @@ class Tokenizer:
     def from_folder(cls, folder: Path) -> Tokenizer:
         path = folder / "tokenizer.json"
         try:
-            definition = path.read_bytes()
+            definition = read_model_file(path)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read ({error.strerror}); the router needs it") from error
         config = read_json(folder / "tokenizer_config.json", required=False)

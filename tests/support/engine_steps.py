@@ -14,6 +14,7 @@ from thread_group import ThreadGroup
 
 from engine.checkpoint import Checkpoint
 from engine.cuda_graphs import Capture
+from engine.gguf_checkpoint import open_checkpoint
 from engine.model_runner import ModelRunner, StepOutput
 from engine.models.folder import read_model
 from engine.sampling.params import SampleRow, SamplingParams
@@ -39,7 +40,7 @@ def make_runner(
     deterministic: bool = False,
     graphs_up_to: int = 0,
     capture: Capture | None = None,
-    open_weights: Callable[[Path], Checkpoint] = Checkpoint,
+    open_weights: Callable[[Path], Checkpoint] = open_checkpoint,
     sampler: Sampler | None = None,
     report: Callable[[str], None] | None = None,
 ) -> ModelRunner:

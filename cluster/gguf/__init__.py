@@ -1,0 +1,1 @@
+"""GGUF files: one file with a model's configuration, tokenizer and weights. Loads no torch."""

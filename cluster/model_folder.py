@@ -1,0 +1,69 @@
+"""The files of a model by their names in a Hugging Face folder: those of a folder, or what a GGUF file says in their
+stead.
+
+`model.path` may be a folder with config.json, a .gguf file, or a folder with one such file and no config.json. Whoever
+reads a file of the model reads it here, by the path that it has in such a folder. Knows no weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from cluster.errors import CheckpointError
+from cluster.gguf.config import model_config
+from cluster.gguf.header import GgufHeader, read_header
+from cluster.gguf.tokenizer import tokenizer_config, tokenizer_definition
+
+GGUF_SUFFIX = ".gguf"
+_FROM_GGUF: dict[str, Callable[[GgufHeader], bytes]] = {
+    "config.json": lambda header: _json(model_config(header)),
+    "tokenizer.json": tokenizer_definition,
+    "tokenizer_config.json": lambda header: _json(tokenizer_config(header)),
+}
+
+
+def gguf_file(path: Path) -> Path | None:
+    """Returns the GGUF file that is the model, or None where it is a folder with config.json.
+
+    Raises CheckpointError for a folder with several.
+    """
+    if path.suffix == GGUF_SUFFIX and path.is_file():
+        return path
+    if not path.is_dir() or (path / "config.json").exists():
+        return None
+    found = sorted(path.glob(f"*{GGUF_SUFFIX}"))
+    if len(found) > 1:
+        raise CheckpointError(f"{path}: has {len(found)} GGUF files ({found[0].name} and others); name one of them")
+    return found[0] if found else None
+
+
+def has_model_file(path: Path) -> bool:
+    """Whether the model has such a file, or says the same in another."""
+    return path.exists() if gguf_file(path.parent) is None else path.name in _FROM_GGUF
+
+
+def read_model_file(path: Path) -> bytes:
+    """Returns a file's content. Raises OSError, or CheckpointError for a GGUF file that cannot say it."""
+    file = gguf_file(path.parent)
+    if file is None:
+        return path.read_bytes()
+    if path.name not in _FROM_GGUF:
+        raise FileNotFoundError(f"{file} says nothing of {path.name}")
+    return _FROM_GGUF[path.name](read_header(file))
+
+
+def weight_files(path: Path) -> list[Path]:
+    """Returns the files of a model's weights, in the order of their names."""
+    file = gguf_file(path)
+    return sorted(path.glob("*.safetensors")) if file is None else [file]
+
+
+def model_name(path: Path) -> str:
+    """Returns the name of a model that has no other: its folder's or its file's."""
+    return path.resolve().name.removesuffix(GGUF_SUFFIX)
+
+
+def _json(fields: object) -> bytes:
+    return json.dumps(fields).encode("utf-8")
