@@ -309,10 +309,9 @@ class SimulatedWorker:
         if self._cluster.is_watched:
             watched = WatchedPages(num_blocks, spec.block_size, spec.num_layers)
             return watched, watched.blocks
-        blocks = BlockManager(num_blocks, spec.block_size, spec.enable_prefix_cache, all_layers(spec.num_layers))
-        if self._cluster.is_fast:
-            return NoPages(spec.block_size), blocks
-        return KvPages(num_blocks, spec.block_size, spec.num_layers), blocks
+        is_fast, size, num_layers = self._cluster.is_fast, spec.block_size, spec.num_layers
+        pages = NoPages(size) if is_fast else KvPages(num_blocks, size, num_layers)
+        return pages, BlockManager(num_blocks, size, spec.enable_prefix_cache, all_layers(pages.num_layers))
 
     # What others learn of it
 

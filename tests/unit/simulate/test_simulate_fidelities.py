@@ -99,3 +99,10 @@ def test_outlines_of_prompts_begin_alike_where_prompts_do() -> None:
     assert list(map(len, outlines)) == [200, 150, 99]
     assert outlines[0][:64] == outlines[1][:64] and outlines[0][64:80] != outlines[1][64:80]
     assert outlines[2][:16] != outlines[0][:16] and one.outline(5)[128:144] != outlines[0][128:144]
+
+
+def test_a_prompt_is_handed_over_in_one_chunk_and_in_as_many_bytes_as_in_the_full_fidelity() -> None:
+    requests = [RequestShape(0.5 * i, 700, 4) for i in range(4)]
+    full, fast = (run(fidelity, 1, 1, requests) for fidelity in ("full", "fast"))
+    moved, moved_fast = (sum(use.kv_bytes_sent for use in result.workers) for result in (full, fast))
+    assert moved_fast == pytest.approx(moved, rel=1e-6) and moved > 0
