@@ -65,9 +65,10 @@ PACE_SHARE = 0.75
 between steps."""
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class StepCost:
-    """Seconds, none of them negative; 0 for a part that was never seen, or cannot be separated from the others."""
+    """Seconds, none of them negative; 0 for a part that was never seen, or cannot be separated from the others. Never
+    changed, though not frozen, as of `StepSize`."""
 
     fixed_s: float
     prompt_token_s: float
@@ -93,6 +94,8 @@ class StepCost:
     def filled(self, usual: StepCost) -> StepCost:
         """This cost, with parts never seen here from `usual`: a worker that only decodes knows no prompts."""
         prompts, sequences = self if self.knows_prompts else usual, self if self.knows_sequences else usual
+        if prompts is sequences is self:
+            return self
         return StepCost(
             self.fixed_s, prompts.prompt_token_s, prompts.attended_s, sequences.sequence_s, sequences.kv_token_s
         )

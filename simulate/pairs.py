@@ -69,11 +69,9 @@ class SimulatedPair:
     def __init__(self) -> None:
         self.ends: dict[bool, PairEnd] = {}
         self.is_open = False
+        self.is_broken = False
+        """A side has closed it."""
         self.moving: Flow | None = None
-
-    @property
-    def is_broken(self) -> bool:
-        return any(end.is_closed for end in self.ends.values())
 
     def move(self, flows: Flows) -> None:
         """Sets the next transfer off, if both sides have posted it."""

@@ -224,7 +224,7 @@ class SimulatedRanks:
         end, pair = self._ends.pop(epoch, None), self._world.pairs.get(epoch)
         if end is None or pair is None:
             return
-        end.is_closed = True
+        end.is_closed = pair.is_broken = True
         if pair.moving is not None:
             self._world.flows.cancel(pair.moving)
             pair.moving = None

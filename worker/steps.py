@@ -146,8 +146,11 @@ class StepClock:
         parts = _parts(step)
         # A relative error counts the same in short steps and in long ones.
         weight = 1.0 / max(seconds, 1e-6) ** 2
-        self._products = self._fade * self._products + weight * np.outer(parts, parts)
-        self._sums = self._fade * self._sums + weight * seconds * parts
+        weighted = weight * parts
+        self._products *= self._fade
+        self._products += weighted[:, None] * parts
+        self._sums *= self._fade
+        self._sums += seconds * weighted
         self._num_taken += 1
         self._is_solved = False
 

@@ -250,6 +250,9 @@ class BlockManager:
                 f"{num_full * count} full blocks to publish, but the table has {len(block_table)}"
             )
         start = num_full
+        if count == 1:  # as below, with one look-up for each block
+            while start > 0 and block_table[start - 1] not in self._digests:
+                start -= 1
         while start > 0 and self._digest_at(block_table, start - 1) is None:
             start -= 1
         if start == num_full:

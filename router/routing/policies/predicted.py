@@ -333,7 +333,7 @@ class Predicted(Policy):
         cost = worker.step_cost
         if cost is None:
             return self._mean
-        return cost if cost.knows_prompts and cost.knows_sequences else cost.filled(self._mean)
+        return cost.filled(self._mean)
 
 
 def _mean_cost(prefill: Candidates, decode: Candidates) -> StepCost | None:
