@@ -74,16 +74,30 @@ inline void dot(const char* rows, int64_t stride, const char* columns, int64_t s
   BATON_EACH_ROW(BATON_KEEP)
 }
 
+// Halves of bytes as the numbers that they are.
+struct Integers {
+  __m512i operator()(__m512i codes) const { return codes; }
+};
+
+// Halves of bytes as E2M1 numbers: a sign, two bits of exponent and one of mantissa. Twice their value, plus 12.
+struct SmallFloats {
+  const __m512i values = _mm512_broadcast_i32x4(
+      _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+
+  __m512i operator()(__m512i codes) const { return _mm512_shuffle_epi8(values, codes); }
+};
+
 // The same with columns in halves of bytes: four inputs low, the next four high. `steps` counts eight inputs.
-template <int C, int kLines>
+template <typename Codes, int C, int kLines>
 inline void dot_halves(const char* rows, int64_t stride, const char* columns, int64_t steps, Sums& sums,
                        const char* ahead) {
   using Dot = Bytes;
   BATON_EACH_ROW(BATON_LOAD)
+  const Codes numbers;
   const __m512i low_half = _mm512_set1_epi8(0x0f);
-  const auto low = [&](int v) { return _mm512_and_si512(vector_at(columns + v * 64), low_half); };
+  const auto low = [&](int v) { return numbers(_mm512_and_si512(vector_at(columns + v * 64), low_half)); };
   const auto high = [&](int v) {
-    return _mm512_and_si512(_mm512_srli_epi16(vector_at(columns + v * 64), 4), low_half);
+    return numbers(_mm512_and_si512(_mm512_srli_epi16(vector_at(columns + v * 64), 4), low_half));
   };
   const char* at = rows;
   for (int64_t k = 0; k < steps; ++k, columns += kStepBytes, ahead += kLines * kLine) {

@@ -23,14 +23,15 @@ constexpr int64_t kTokensAtOnce = 96;     // that a block of the weight is multi
 constexpr int64_t kBlockBytes = 256 << 10;  // of a tile of the weight that stay in a core's cache meanwhile
 constexpr int64_t kAhead = 8192;          // bytes that are asked of memory before they are needed: whole spans
 
-enum Format { kBf16 = 0, kInt8 = 1, kInt4 = 2, kInt4Zeros = 3, kInt8Groups = 4 };
+enum Format { kBf16 = 0, kInt8 = 1, kInt4 = 2, kInt4Zeros = 3, kInt8Groups = 4, kMxfp4 = 5 };
 
 // As engine.native lays it out.
 struct Weight {
   const char* data;    // kBf16: [O / 64, I / 2, 64, 2]; kInt8 and kInt8Groups: [O / 64, I / 4, 64, 4], plus 128;
                        // else [O / 64, I / 8, 64, 4]: 4 inputs low, 4 high
   const void* scales;  // kInt8: float32 [O]; kInt4: bfloat16 [O / 64, G, 64]; kInt4Zeros: float16 [O / 64, G, 2, 64];
-                       // kInt8Groups: float16 [O / 64, G, 64]
+                       // kInt8Groups: float16 [O / 64, G, 64];
+                       // kMxfp4: uint8 [O / 64, G, 64], exponents of half of what E2M1 numbers are times
   int64_t format, group;
   int64_t width;            // inputs of a token
   int64_t inputs, outputs;  // inputs: as many as the weight is padded to; outputs: as many as are wanted
@@ -120,7 +121,12 @@ void add_int8(const Weight& w, const char* from, const char* ahead, const Rows& 
 inline void group_scales(const Weight& w, int64_t tile, int64_t group, int v, __m512& scale, __m512& zero) {
   const int64_t groups = (w.inputs + w.group - 1) / w.group;
   const auto* from = static_cast<const uint16_t*>(w.scales);
-  if (w.format == kInt4) {
+  if (w.format == kMxfp4) {
+    const auto* exponents = static_cast<const uint8_t*>(w.scales) + (tile * groups + group) * kColumns + v * 16;
+    const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(exponents));
+    scale = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(raw), 23));
+    zero = _mm512_set1_ps(12.0f);
+  } else if (w.format == kInt4) {
     from += (tile * groups + group) * kColumns + v * 16;
     const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
     scale = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16));
@@ -132,8 +138,8 @@ inline void group_scales(const Weight& w, int64_t tile, int64_t group, int v, __
   }
 }
 
-template <int C, int kLines>
-void add_int4(const Weight& w, int64_t tile, const char* from, const char* ahead, const Rows& x, int64_t t,
+template <typename Codes, int C, int kLines>
+void add_halves(const Weight& w, int64_t tile, const char* from, const char* ahead, const Rows& x, int64_t t,
               int64_t first, int64_t last, Tile* to) {
   constexpr int64_t kSteps = kGroup / 8;
   const int64_t groups = w.inputs / kGroup;
@@ -142,7 +148,7 @@ void add_int4(const Weight& w, int64_t tile, const char* from, const char* ahead
     for (int c = 0; c < C; ++c)
       for (int v = 0; v < kVectors; ++v) sums[c][v] = _mm512_setzero_si512();
     const auto* rows = reinterpret_cast<const char*>(x.data + t * w.inputs + g * kGroup);
-    dot_halves<C, kLines>(rows, w.inputs, from, kSteps, sums, ahead);
+    dot_halves<Codes, C, kLines>(rows, w.inputs, from, kSteps, sums, ahead);
     for (int v = 0; v < kVectors; ++v) {
       __m512 scale, zero;
       group_scales(w, tile, g * kGroup / w.group, v, scale, zero);
@@ -194,7 +200,8 @@ void add_block(const Weight& w, const Block& b, const Rows& x, int64_t t, Tile* 
     case kBf16: return add_bf16<C, kLines>(w, b.from, b.ahead, x, t, b.first, b.last, to);
     case kInt8: return add_int8<C, kLines>(w, b.from, b.ahead, x, t, b.first, b.last, to);
     case kInt8Groups: return add_int8_groups<C, kLines>(w, b.tile, b.from, b.ahead, x, t, b.first, b.last, to);
-    default: return add_int4<C, kLines>(w, b.tile, b.from, b.ahead, x, t, b.first, b.last, to);
+    case kMxfp4: return add_halves<SmallFloats, C, kLines>(w, b.tile, b.from, b.ahead, x, t, b.first, b.last, to);
+    default: return add_halves<Integers, C, kLines>(w, b.tile, b.from, b.ahead, x, t, b.first, b.last, to);
   }
 }
 

@@ -7,7 +7,9 @@ int8:  uint8 [O / 64, I / 4, 64, 4], plus 128, with float32 [O] scales;
 int4:  uint8 [O / 64, I / 8, 64, 4], four inputs in the low halves and the next four in the high ones, each plus 8, with
        bfloat16 scales [O / 64, G, 64];
 zeros: the same codes as they are, with float16 [O / 64, G, 2, 64], scales and what is taken off each code;
-int8 in groups: codes as in int8, with float16 [O / 64, G, 64] scales.
+int8 in groups: codes as in int8, with float16 [O / 64, G, 64] scales;
+mxfp4: E2M1 numbers in halves in the same order, with uint8 scales [O / 64, G, 64]: exponents of two as float32 has them,
+       of half the scale, 0 for a scale of zero.
 
 Legend: O outputs, padded to TILE; I inputs, padded to SPAN in fewer bits; G groups of inputs.
 """
@@ -21,7 +23,7 @@ from functools import cached_property
 from torch import Tensor
 
 _POINTER, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-BF16, INT8, INT4, INT4_ZEROS, INT8_GROUPS = range(5)
+BF16, INT8, INT4, INT4_ZEROS, INT8_GROUPS, MXFP4 = range(6)
 INT4_SPAN = 32
 """Inputs of a group, at least; a group is a multiple of it."""
 SPAN = 128
@@ -45,7 +47,8 @@ class Weight(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Tiles:
-    """`kind` is one of BF16, INT8, INT4, INT4_ZEROS, INT8_GROUPS; `group`: inputs that share a scale, where they do."""
+    """`kind` is one of BF16, INT8, INT4, INT4_ZEROS, INT8_GROUPS, MXFP4; `group`: inputs that share a scale, where they
+    do."""
 
     data: Tensor
     scales: Tensor | None

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.native import Native
-from engine.native.structures import INT4, INT4_ZEROS, INT8, INT8_GROUPS, SPAN, TILE, Tiles
+from engine.native.structures import INT4, INT4_ZEROS, INT8, INT8_GROUPS, MXFP4, SPAN, TILE, Tiles
 from engine.quantization.interface import (
     Kernels,
     Matrix,
@@ -34,17 +34,21 @@ _IN_TRITON = {INT8: "int8", INT4: "int4", INT4_ZEROS: "int4 with zeros"}
 """What `engine.triton.products` calls them."""
 _OF_BYTES = (INT8, INT8_GROUPS)
 """Kinds with a byte for each code."""
+MXFP4_GROUP = 32
+"""Inputs that share a scale in MXFP4, by the OCP's specification of microscaling formats, version 1.0."""
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E8M0_BIAS = 127
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """A weight: `data` int8 [O, I] or uint8 [O, I / 2], `scales` float32 [O], bfloat16 or float16 [O, G], or float16
-    [O, G, 2]."""
+    """A weight: `data` int8 [O, I] or uint8 [O, I / 2], `scales` float32 [O], bfloat16 or float16 [O, G], float16
+    [O, G, 2] or uint8 [O, G] (E8M0)."""
 
     data: Tensor
     scales: Tensor
     kind: int
-    """INT8, INT4, INT4_ZEROS or INT8_GROUPS of `engine.native.structures`."""
+    """INT8, INT4, INT4_ZEROS, INT8_GROUPS or MXFP4 of `engine.native.structures`."""
     group: int
 
     @property
@@ -66,6 +70,10 @@ class Quantized:
         if self.kind == INT8:
             return self.data.float().mul_(self.scales[:, None]).to(dtype)
         num_outputs = self.data.shape[0]
+        if self.kind == MXFP4:
+            numbers = self.data.new_tensor((*_E2M1, *(-value for value in _E2M1)), dtype=torch.float32)
+            groups = numbers[self.codes().int()].view(num_outputs, -1, self.group)
+            return groups.ldexp_(self.scales.int()[:, :, None] - _E8M0_BIAS).view(num_outputs, -1).to(dtype)
         codes = self.codes().float().view(num_outputs, -1, self.group)
         pairs = self.scales.float().view(num_outputs, codes.shape[1], -1)
         zeros = {INT4: 8, INT8_GROUPS: 0}.get(self.kind, pairs[:, :, 1:])
@@ -128,7 +136,7 @@ def stored_bytes(shape: tuple[int, int], kind: int, group: int, is_tiled: bool) 
         num_outputs, num_inputs = -(-num_outputs // TILE) * TILE, -(-num_inputs // SPAN) * SPAN
     if kind == INT8:
         return num_outputs * (num_inputs + torch.float32.itemsize)
-    scale_bytes = 2 * torch.float16.itemsize if kind == INT4_ZEROS else torch.float16.itemsize
+    scale_bytes = {INT4_ZEROS: 4, MXFP4: 1}.get(kind, 2)
     code_bytes = num_inputs if kind in _OF_BYTES else num_inputs // 2
     return num_outputs * (code_bytes + -(-num_inputs // group) * scale_bytes)
 
@@ -180,6 +188,8 @@ def _tile(weight: Quantized) -> Tiles:
         halves = codes.view(tiles, TILE, -1, 2, 4)
         data = (halves[:, :, :, 0] | halves[:, :, :, 1] << 4).transpose(1, 2).contiguous()
     pairs = weight.scales.view(num_outputs, -1, 2 if weight.kind == INT4_ZEROS else 1)
+    if weight.kind == MXFP4:  # of half the scale, since kernels multiply with twice the numbers
+        pairs = pairs.clamp(min=1) - 1
     groups = -(-width // weight.group)
     pairs = F.pad(pairs, (0, 0, 0, groups - pairs.shape[1], 0, tiles * TILE - num_outputs))
     scales = pairs.view(tiles, TILE, groups, -1).permute(0, 2, 3, 1).contiguous()
