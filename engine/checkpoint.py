@@ -26,7 +26,7 @@ INDEX_NAME = "model.safetensors.index.json"
 _LENGTH_BYTES = 8
 """What a safetensors file begins with: the length of its header."""
 _FLOAT_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_CODE_TYPES = {torch.int32: "I32", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3"}
+_CODE_TYPES = {torch.int32: "I32", torch.int8: "I8", torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3"}
 """Types of what stands for a weight, which are read as they are."""
 
 
@@ -39,6 +39,13 @@ class TensorSlice:
     dim: int = 0
     start: int = 0
     stop: int | None = None
+    stack: tuple[int, int] | None = None
+    """Which of how many such tensors, where one has them all along another dimension before the first."""
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of the tensor in the file."""
+        return self.shape if self.stack is None else (self.stack[1], *self.shape)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -109,19 +116,20 @@ class Checkpoint:
         """Copies one slice into `out` (of `part.local_shape`), converting its type if that is of floating point.
 
         On a GPU `out` is contiguous, and what is launched next on the current stream finds it written. Raises
-        CheckpointError when the tensor is missing, has another shape, is not of floating point (where `out` is int32,
-        int8 or fp8: not of that type), or when the file cannot be read.
+        CheckpointError when the tensor is missing, has another shape, is not of floating point (where `out` is of
+        integers or fp8: not of that type), or when the file cannot be read.
         """
         file = self._file_of_tensor.get(part.name)
         if file is None:
             raise CheckpointError(
-                f"{self._describe_files()}: tensor {part.name} is missing (expected shape {list(part.shape)})"
+                f"{self._describe_files()}: tensor {part.name} is missing (expected shape {list(part.stored_shape)})"
             )
         source = self._handles[file].get_slice(part.name)
         where = self.describe(part.name)
         found = tuple(source.get_shape())
-        if found != part.shape:
-            raise CheckpointError(f"{where} has shape {list(found)}, but config.json asks for {list(part.shape)}")
+        if found != part.stored_shape:
+            wanted = list(part.stored_shape)
+            raise CheckpointError(f"{where} has shape {list(found)}, but config.json asks for {wanted}")
         types = {_CODE_TYPES[out.dtype]: out.dtype} if out.dtype in _CODE_TYPES else _FLOAT_TYPES
         if source.get_dtype() not in types:
             raise CheckpointError(f"{where} has type {source.get_dtype()}; Baton reads {', '.join(types)}")
@@ -133,8 +141,9 @@ class Checkpoint:
         if self._stream is None and out.is_cuda:
             self._stream = WeightStream(out.device)
         if self._stream is None or self._stream.device != out.device:
-            rows = slice(part.start, part.stop)
-            out.copy_(source[rows] if part.dim == 0 else source[(slice(None),) * part.dim + (rows,)])
+            before = () if part.stack is None else (slice(part.stack[0], part.stack[0] + 1),)
+            found_rows = source[(*before, *(slice(None),) * part.dim, slice(part.start, part.stop))]
+            out.copy_(found_rows.view(part.local_shape))
         else:
             self._read_through(self._stream, part, dtype, out)
 
@@ -145,9 +154,10 @@ class Checkpoint:
                 self._streamed[file] = _open_for_streaming(self._folder / file)
             descriptor, begins = self._streamed[file]
             inner_bytes = math.prod(part.shape[part.dim + 1 :]) * dtype.itemsize
+            before = 0 if part.stack is None else part.stack[0] * math.prod(part.shape) * dtype.itemsize
             runs = FileRuns(
                 file=descriptor,
-                start=begins[part.name] + part.start * inner_bytes,
+                start=begins[part.name] + before + part.start * inner_bytes,
                 run_bytes=part.local_shape[part.dim] * inner_bytes,
                 stride=part.shape[part.dim] * inner_bytes,
                 num_runs=math.prod(part.shape[: part.dim]),

@@ -28,15 +28,17 @@ from engine.models.config import ModelConfig
 from engine.models.experts import ExpertsConfig
 from engine.models.shapes import (
     MatrixShape,
+    expert_vector_elements,
     layer_matrices,
     layer_vector_elements,
     state_vector_bytes,
     vocabulary_matrix,
 )
-from engine.native.structures import INT4_ZEROS, INT8
+from engine.native.structures import INT4_ZEROS, INT8, MXFP4
 from engine.quantization.blocks import GROUP, Blocks
-from engine.quantization.integers import multiplies_quantized, stored_bytes
+from engine.quantization.integers import MXFP4_GROUP, multiplies_quantized, stored_bytes
 from engine.quantization.interface import Kernels, TritonProducts, weight_formats
+from engine.quantization.microscaled import Microscaling
 from engine.quantization.packed import Packing
 from engine.quantization.plain import keeps_plain
 from engine.quantization.scaled import Scaling
@@ -132,6 +134,7 @@ def weight_bytes(config: ModelConfig, tp_size: int, form: WeightForm) -> int:
     layers = sum(kept.size_bytes for m in layer_matrices(config, tp_size) for kept in _kept(config, m, form))
     num_attending = config.num_hidden_layers - len(config.state_layers)
     vectors = num_attending * layer_vector_elements(config, tp_size) + config.hidden_size
+    vectors += expert_vector_elements(config, tp_size)
     of_states = state_vector_bytes(config, tp_size, kind.itemsize)
     return layers + embedding + head + vectors * kind.itemsize + of_states
 
@@ -181,7 +184,7 @@ def describe_weights(config: ModelConfig, tp_size: int, form: WeightForm) -> str
 
 def _kept(config: ModelConfig, matrix: MatrixShape, form: WeightForm, is_read: bool = False) -> Iterator[_Kept]:
     """All matrices of one size. `is_read`: bytes of one form, where weights are kept in two."""
-    packing = config.packing if matrix.is_packed else None
+    packing = _packing_of(config, matrix)
     if not isinstance(packing, Blocks):
         size = matrix.count * _linear_bytes(config, matrix, form, is_read)
         yield _Kept(_stored_name(config, packing), _kept_name(config, matrix, form), size)
@@ -202,20 +205,31 @@ def _kept(config: ModelConfig, matrix: MatrixShape, form: WeightForm, is_read: b
             yield _Kept(stored, f"kept as {'int4' if kind == INT4_ZEROS else 'int8'} in groups of {GROUP}", size)
 
 
+def _packing_of(config: ModelConfig, matrix: MatrixShape) -> Stored | None:
+    """How the checkpoint has a matrix in codes, if it does."""
+    if not matrix.is_packed or (isinstance(config.packing, Microscaling) and not matrix.is_expert):
+        return None
+    return config.packing
+
+
 def _stored_name(config: ModelConfig, packing: Stored | None) -> str:
     if isinstance(packing, Scaling):
         return f"{packing.form} {packing.scales_by}"
+    if isinstance(packing, Microscaling):
+        return "MXFP4"
     return f"{packing.method} in {packing.bits} bits" if isinstance(packing, Packing) else config.dtype
 
 
 def _kept_name(config: ModelConfig, matrix: MatrixShape, form: WeightForm) -> str:
-    packing = config.packing if matrix.is_packed else None
+    packing = _packing_of(config, matrix)
     if not matrix.is_rounded or (packing is None and form.quantization == "none"):
         return "as it is" if form.dtype == config.dtype else f"computed in {form.dtype}"
     if packing is None:
         return f"rounded to {form.quantization}"
     if form.keeps_codes and isinstance(packing, Scaling):
         return "kept as int8"
+    if form.keeps_codes and isinstance(packing, Microscaling) and packing.can_keep(matrix.num_inputs):
+        return "kept as it is"
     if form.keeps_codes and isinstance(packing, Packing):
         group = packing.kept_group(matrix.num_inputs, matrix.num_ranks)
         if group is not None:
@@ -231,12 +245,14 @@ def _linear_bytes(config: ModelConfig, linear: MatrixShape, form: WeightForm, is
     """Bytes of one such matrix; `is_read`: of one form, where it is kept in two."""
     if not linear.is_rounded:
         return form.unrounded_bytes_of(linear.shape)
-    packing = config.packing if linear.is_packed and form.keeps_codes else None
+    packing = _packing_of(config, linear) if form.keeps_codes else None
     assert not isinstance(packing, Blocks), "blocks are kept by their names"
     if isinstance(packing, Scaling):
         return stored_bytes(linear.shape, INT8, 0, form.are_codes_tiled)
-    group = None if packing is None else packing.kept_group(linear.shape[1], linear.num_ranks)
-    if packing is not None and group is not None:
+    if isinstance(packing, Microscaling) and packing.can_keep(linear.num_inputs):
+        return stored_bytes(linear.shape, MXFP4, MXFP4_GROUP, form.are_codes_tiled)
+    group = None if not isinstance(packing, Packing) else packing.kept_group(linear.shape[1], linear.num_ranks)
+    if isinstance(packing, Packing) and group is not None:
         order = linear.shape[1] * torch.int64.itemsize if packing.is_scattered(linear.shape[1]) else 0
         return stored_bytes(linear.shape, INT4_ZEROS, group, form.are_codes_tiled) + order
     if is_read and form.quantization == "none" and not form.is_tiled:

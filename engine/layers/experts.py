@@ -8,55 +8,50 @@ Legend: T tokens, E hidden_size, N experts, K experts that a token chooses, W wi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from cluster.errors import ConfigError
 from engine.checkpoint import TensorSlice
-from engine.layers.linear import Linear, Loader, multiply
+from engine.layers.expert_weights import InterleavedExperts, Plain, separate_expert, stacked_weights
+from engine.layers.linear import Linear, Loader
+from engine.layers.ops import clamped_mul
 from engine.models.experts import ExpertNames, ExpertsConfig
 from engine.native import Native
-from engine.native.structures import NativeExperts, NativeMatrix
+from engine.native.structures import CLAMPED, SILU, NativeExperts, NativeGate, NativeMatrix
 from engine.quantization.interface import Matrix, Rows, make_matrix, native_tiles
 
+Gated = Callable[[Tensor], Tensor]
+"""The middle of a gated linear unit."""
 _MULTIPLE = 8
 """Of which torch's grouped product takes sizes: 16 bytes."""
 
 
-class Plain:
-    """A matrix without a bias."""
-
-    bias: Tensor | None = None
-
-    def __init__(self, matrix: Matrix) -> None:
-        self.matrix = matrix
-
-    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        return multiply(self.matrix, x, dtype=dtype)
-
-
 class Expert:
-    """SwiGLU of [T, E]: this rank's part of [T, E]."""
+    """A gated linear unit of [T, E]: this rank's part of [T, E]."""
 
-    def __init__(self, name: str, names: ExpertNames, sizes: tuple[int, int], loader: Loader) -> None:
-        gate, up, down = _slices(name, names, sizes, loader)
-        self.gate_up, self.down = Plain(loader.linear([gate, up])), Plain(loader.linear([down]))
-        self._ops = loader.ops
+    def __init__(self, gate_up: Plain, down: Plain, gated: Gated) -> None:
+        self.gate_up, self.down, self._gated = gate_up, down, gated
 
     def __call__(self, x: Tensor) -> Tensor:
-        hidden = self._ops.silu_mul(self.gate_up(x))
-        assert isinstance(hidden, Tensor), "nothing asked for rounded rows"
-        return self.down(hidden)
+        return self.down(self._gated(self.gate_up(x)))
 
 
 class SeparateExperts:
     """Experts that are multiplied with by themselves, in whatever form their weights are kept; where all are laid out
     for Baton's kernels, in one product."""
 
-    def __init__(self, names: Sequence[str], sizes: tuple[int, int], config: ExpertsConfig, loader: Loader) -> None:
-        self.experts = [Expert(name, config.names, sizes, loader) for name in names]
+    def __init__(self, name: str, sizes: tuple[int, int], config: ExpertsConfig, loader: Loader) -> None:
+        """`name`: what the tensors of all of them begin with."""
+        gated, count = _gated(config, loader), range(config.num_experts)
+        if config.is_interleaved:
+            stacked = InterleavedExperts(name, config, sizes, loader)
+            self.experts = [Expert(*stacked.expert(n), gated) for n in count]
+        else:
+            self.experts = [Expert(*separate_expert(f"{name}.{n}", config.names, sizes, loader), gated) for n in count]
         self.native = _native(self.experts, config, loader)
         """As Baton's kernels read them; None: they do not."""
 
@@ -80,25 +75,24 @@ class StackedExperts:
     native: NativeExperts | None = None
     linears: Sequence[Linear] = ()
 
-    def __init__(self, names: Sequence[str], sizes: tuple[int, int], config: ExpertsConfig, loader: Loader) -> None:
+    def __init__(self, name: str, sizes: tuple[int, int], config: ExpertsConfig, loader: Loader) -> None:
         """Raises ConfigError for what torch's grouped product does not take."""
         _check_grouped(sizes, loader)
-        experts = [_slices(name, config.names, sizes, loader) for name in names]
-        gate_up = loader.stack([part for gate, up, _ in experts for part in (gate, up)])
-        down = loader.stack([down for *_, down in experts])
-        self._gate_up = gate_up.view(len(experts), -1, gate_up.shape[1])  # [N, 2 W, E]
-        self._down = down.view(len(experts), -1, down.shape[1])  # [N, E, W]
-        self._ops = loader.ops
+        self._weights = stacked_weights(name, config, sizes, loader)
+        self._gated = _gated(config, loader)
 
     def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """As of `SeparateExperts`."""
+        weights = self._weights
         experts, order = chosen.flatten().sort(stable=True)
-        all_experts = torch.arange(len(self._gate_up), device=x.device)
+        all_experts = torch.arange(len(weights.gate_up), device=x.device)
         ends = torch.searchsorted(experts, all_experts, right=True).int()
-        gate_up = torch._grouped_mm(x[order // chosen.shape[1]], self._gate_up.transpose(1, 2), offs=ends)
-        middle = self._ops.silu_mul(gate_up)
-        assert isinstance(middle, Tensor), "nothing asked for rounded rows"
-        outputs = torch._grouped_mm(middle, self._down.transpose(1, 2), offs=ends)
+        gate_up = torch._grouped_mm(x[order // chosen.shape[1]], weights.gate_up.transpose(1, 2), offs=ends)
+        if weights.gate_up_bias is not None:
+            gate_up = gate_up + weights.gate_up_bias[experts]
+        outputs = torch._grouped_mm(self._gated(gate_up), weights.down.transpose(1, 2), offs=ends)
+        if weights.down_bias is not None:
+            outputs = outputs + weights.down_bias[experts]
         of_choices = torch.empty_like(outputs).index_copy_(0, order, outputs).view(*chosen.shape, -1)
         return (of_choices * shares.unsqueeze(-1)).sum(dim=1)
 
@@ -113,15 +107,21 @@ class RoutedExperts:
         """Raises ConfigError where nothing here multiplies with such weights."""
         name = f"model.layers.{layer}.{config.names.block}"
         self._config, self._tp, self._kernels = config, loader.tp, loader.kernels
-        self.router = Plain(_unrounded(f"{name}.gate.weight", (config.num_experts, hidden_size), loader))
+        router = f"{name}.{config.names.router}"
+        bias = TensorSlice(f"{router}.bias", (config.num_experts,))
+        self.router = Plain(
+            _unrounded(f"{router}.weight", (config.num_experts, hidden_size), loader),
+            loader.stack([bias]) if config.has_biases else None,
+        )
         kind = SeparateExperts if loader.device.type == "cpu" else StackedExperts
-        names = [f"{name}.experts.{n}" for n in range(config.num_experts)]
-        self.experts = kind(names, (hidden_size, config.intermediate_size), config, loader)
+        self.experts = kind(f"{name}.experts", (hidden_size, config.intermediate_size), config, loader)
         self.shared: Expert | None = None
         """The expert that every token takes."""
         if config.shared_intermediate_size:
             sizes = hidden_size, config.shared_intermediate_size
-            self.shared = Expert(f"{name}.shared_expert", ExpertNames(), sizes, loader)
+            self.shared = Expert(
+                *separate_expert(f"{name}.shared_expert", ExpertNames(), sizes, loader), _gated(config, loader)
+            )
             self.shared_gate = Plain(_unrounded(f"{name}.shared_expert_gate.weight", (1, hidden_size), loader))
 
     @property
@@ -155,14 +155,18 @@ class RoutedExperts:
         return chosen, shares
 
 
-def _slices(name: str, names: ExpertNames, sizes: tuple[int, int], loader: Loader) -> Sequence[TensorSlice]:
-    """This rank's rows of an expert's gate and up, and columns of its down; `sizes` are those of input and middle."""
-    hidden, inner = sizes
-    own = loader.equal_share(inner)
-    rows = [
-        TensorSlice(f"{name}.{part}.weight", (inner, hidden), 0, own.start, own.stop) for part in (names.gate, names.up)
-    ]
-    return *rows, TensorSlice(f"{name}.{names.down}.weight", (hidden, inner), 1, own.start, own.stop)
+def _gated(config: ExpertsConfig, loader: Loader) -> Gated:
+    """[T, 2 W] to [T, W]."""
+    gate, silu_mul = config.clamped_gate, loader.ops.silu_mul
+    if gate is not None:
+        return partial(clamped_mul, limit=gate.limit, alpha=gate.alpha)
+
+    def gated(gate_up: Tensor) -> Tensor:
+        middle = silu_mul(gate_up)
+        assert isinstance(middle, Tensor), "nothing asked for rounded rows"
+        return middle
+
+    return gated
 
 
 def _unrounded(name: str, shape: tuple[int, int], loader: Loader) -> Matrix:
@@ -180,9 +184,17 @@ def _native(experts: Sequence[Expert], config: ExpertsConfig, loader: Loader) ->
         if None in tiles or len({(tile.kind, tile.group) for tile in tiles if tile is not None}) > 1:
             return None
         sides.append(
-            (NativeMatrix * len(tiles))(*[NativeMatrix(weight=tile.weight) for tile in tiles if tile is not None])
+            (NativeMatrix * len(tiles))(
+                *[
+                    NativeMatrix(weight=tile.weight, bias=None if linear.bias is None else linear.bias.data_ptr())
+                    for tile, linear in zip(tiles, linears, strict=True)
+                    if tile is not None
+                ]
+            )
         )
-    return NativeExperts(*sides, len(experts), config.num_per_token, config.normalizes)
+    gate = config.clamped_gate
+    gating = NativeGate(SILU) if gate is None else NativeGate(CLAMPED, gate.limit, gate.alpha)
+    return NativeExperts(*sides, len(experts), config.num_per_token, config.normalizes, gating)
 
 
 def _check_grouped(sizes: tuple[int, int], loader: Loader) -> None:

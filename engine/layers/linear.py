@@ -22,7 +22,7 @@ from engine.quantization.blocks import Blocks, keep_blocks
 from engine.quantization.fp8 import ScaledFp8Matrix
 from engine.quantization.integers import make_quantized
 from engine.quantization.interface import Kernels, Matrix, RoundedRows, Rows, TritonProducts, make_matrix
-from engine.quantization.packed import keep_codes, read_codes
+from engine.quantization.packed import Packing, keep_codes, read_codes
 from engine.quantization.scaled import Scaling
 from engine.quantization.stored import Stored
 from engine.tp import TPGroup
@@ -58,7 +58,7 @@ class Loader:
             return self._keep_int8(self.packing, parts)
         if isinstance(self.packing, Blocks):
             return self._keep_blocks(self.packing, parts)
-        if self.packing is None or any(part.name in self.checkpoint for part in parts):
+        if not isinstance(self.packing, Packing) or any(part.name in self.checkpoint for part in parts):
             return None
         found = keep_codes([read_codes(self.checkpoint, self.packing, part, self.device) for part in parts])
         if found is None:

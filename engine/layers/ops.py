@@ -99,6 +99,13 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
     return F.gelu(gate_up[:, :width], approximate="tanh").mul_(gate_up[:, width:])
 
 
+def clamped_mul(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
+    """gate * sigmoid(alpha * gate) * (up + 1) of [T, 2 W], with gate at most `limit` and up from -limit to limit."""
+    width = gate_up.shape[1] // 2
+    gate, up = gate_up[:, :width].clamp(max=limit), gate_up[:, width:].clamp(-limit, limit)
+    return (gate * torch.sigmoid(gate * alpha)).mul_(up + 1)
+
+
 def choose_native(wanted: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[Native | None, str]:
     """Baton's own kernels and their origin; or None, and why they are not used.
 

@@ -19,6 +19,15 @@ class ExpertNames:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    router: str = "gate"
+
+
+@dataclass(frozen=True)
+class ClampedGate:
+    """A gate that is gate * sigmoid(alpha * gate) of gates up to `limit`, times up + 1 of ups from -limit to limit."""
+
+    limit: float
+    alpha: float
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,13 @@ class ExpertsConfig:
     shared_intermediate_size: int = 0
     """Of the expert that every token takes, times a gate of its own; 0: there is none."""
     names: ExpertNames = ExpertNames()
+    has_biases: bool = False
+    """Biases on the router and on all matrices of experts."""
+    is_interleaved: bool = False
+    """The checkpoint has all experts of a layer in one tensor for each matrix, inputs first unless it is packed, and
+    the outputs of gate and up in turn."""
+    clamped_gate: ClampedGate | None = None
+    """None: SwiGLU's."""
 
     @property
     def num_layers(self) -> int:

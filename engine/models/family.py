@@ -72,10 +72,10 @@ def read_decoder(
     )
 
 
-def read_rope(fields: Fields, *, is_partial: bool = False) -> RopeConfig:
+def read_rope(fields: Fields, rope_theta: float = 10000.0, *, is_partial: bool = False) -> RopeConfig:
     """The rope of all layers: `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (transformers
-    4). `is_partial`: what it turns of a head is for `rotary_share`."""
-    return rope_of(_rope_fields(fields), fields, fields.number("rope_theta", 10000.0), is_partial=is_partial)
+    4). `rope_theta` is the default; `is_partial`: what it turns of a head is for `rotary_share`."""
+    return rope_of(_rope_fields(fields), fields, fields.number("rope_theta", rope_theta), is_partial=is_partial)
 
 
 def rotary_share(fields: Fields, default: float) -> float | None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from cluster.errors import CheckpointError
 from engine.json_fields import Fields
-from engine.models import gemma, llama, mixtral, qwen, qwen_next
+from engine.models import gemma, gpt_oss, llama, mixtral, qwen, qwen_next
 from engine.models.config import ModelConfig
 from engine.models.family import ModelFamily
 
 FAMILIES: dict[str, ModelFamily] = {
-    family.architecture: family for file in (llama, mixtral, qwen, qwen_next, gemma) for family in file.FAMILIES
+    family.architecture: family
+    for file in (llama, mixtral, qwen, qwen_next, gemma, gpt_oss)
+    for family in file.FAMILIES
 }
 """By the first of config.json's `architectures`."""
 

@@ -99,6 +99,8 @@ def layer_vector_elements(config: ModelConfig, tp_size: int) -> int:
         count += config.hidden_size
     if config.mlp_bias:
         count += 2 * config.intermediate_size // tp_size + config.hidden_size
+    if config.attention_sinks:
+        count += 2 * config.num_attention_heads // tp_size  # in float32
     return count
 
 
@@ -111,6 +113,15 @@ def state_vector_bytes(config: ModelConfig, tp_size: int, element_bytes: int) ->
     heads = net.num_key_heads // tp_size * (net.head_channels * net.conv_kernel + 2 * net.values_per_key)
     norms = len(config.norms.names) * config.hidden_size * element_bytes
     return net.num_layers * (norms + (heads + net.value_head_dim) * 4)
+
+
+def expert_vector_elements(config: ModelConfig, tp_size: int) -> int:
+    """Elements of the biases of all layers' routers and experts on one rank."""
+    experts = config.experts
+    if experts is None or not experts.has_biases:
+        return 0
+    of_expert = 2 * experts.intermediate_size // tp_size + config.hidden_size
+    return experts.num_layers * experts.num_experts * (1 + of_expert)
 
 
 def _head_widths(config: ModelConfig, tp_size: int) -> tuple[int, int]:

@@ -39,6 +39,7 @@ struct Model {
   int64_t num_layers, hidden, q_heads, kv_heads, dim, block_size;
   int64_t num_tokens, num_positions, num_blocks, num_groups;  // that there are
   float eps, scale;
+  Gate gating;  // of MLPs
 };
 
 struct Batch {
@@ -131,11 +132,11 @@ void attend_all(const Model& m, const Layer& layer, const Room& r, const Batch& 
   round_all(r, r.attended.get(), layer.out.weight, b.tokens);
 }
 
-void gate_all(const Weight& down, const Room& r, int64_t tokens) {
+void gate_all(const Gate& gating, const Weight& down, const Room& r, int64_t tokens) {
 #pragma omp for schedule(static)
   for (int64_t t = 0; t < tokens; ++t) {
     bfloat16* to = &r.gated[t * down.width];
-    gate(&r.gate_up[2 * t * down.width], to, down.width);
+    gate(gating, &r.gate_up[2 * t * down.width], to, down.width);
     if (down.rounds()) round_token(to, down.width, t, down.inputs, r.rows(nullptr));
   }
 }
@@ -206,7 +207,7 @@ int decode(const Model& m, const Batch& b) {
       if (layer.gate_up.weight.outputs) {
         if (layer.experts) round_all(r, r.normed.get(), layer.gate_up.weight, b.tokens);
         times(layer.gate_up, r.normed.get(), r.gate_up.get());
-        gate_all(layer.down.weight, r, b.tokens);
+        gate_all(m.gating, layer.down.weight, r, b.tokens);
         times(layer.down, r.gated.get(), layer.experts ? r.shared.get() : r.added.get());
       }
       if (layer.experts) {

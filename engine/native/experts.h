@@ -28,6 +28,7 @@ struct Experts {
   const Matrix* down;     // [N]
   int64_t count, per_token;
   int64_t normalizes;  // whether the shares of a token's experts add up to one
+  Gate gating;
 
   int64_t hidden() const { return down->weight.outputs; }
   int64_t width() const { return down->weight.width; }
@@ -132,7 +133,7 @@ inline void run_experts(const Experts& e, ExpertsRoom& r, const bfloat16* x, con
 #pragma omp for schedule(static)
   for (int64_t c = 0; c < choices; ++c) {
     bfloat16* to = &r.gated[c * width];
-    gate(&r.gate_up[2 * c * width], to, width);
+    gate(e.gating, &r.gate_up[2 * c * width], to, width);
     if (second.rounds()) round_token(to, width, c, second.inputs, r.rows(nullptr));
   }
   multiply(r.down_parts.data(), parts, r.rows(r.gated.get()), r.added.get(), taken[1]);

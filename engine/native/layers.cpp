@@ -18,7 +18,7 @@ void rms_norm(T* x, int64_t x_stride, const T* add, const T* weight, T* out, int
 template <typename T>
 void silu_mul(const T* gate_up, T* out, int64_t tokens, int64_t width) {
 #pragma omp parallel for if (tokens * width >= kWorthThreads)
-  for (int64_t t = 0; t < tokens; ++t) gate(gate_up + 2 * t * width, out + t * width, width);
+  for (int64_t t = 0; t < tokens; ++t) gate({kSilu, 0.0f, 0.0f}, gate_up + 2 * t * width, out + t * width, width);
 }
 
 // cos and sin are [T, D].

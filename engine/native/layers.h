@@ -36,14 +36,39 @@ void normalise(T* row, const T* add, const T* weight, T* out, int64_t width, flo
   for (int64_t i = 0; i < width; ++i) store(out + i, rounded(to_float(row[i]) * scale, T{}) * to_float(weight[i]));
 }
 
-// silu(gate) * up of [2 W]
+enum Activation { kSilu = 0, kGeluTanh = 1, kClamped = 2 };
+
+// What a gate makes of its input; limit and alpha are those of kClamped.
+struct Gate {
+  int64_t activation;
+  float limit, alpha;
+};
+
+// gate(x) * up of [2 W]; rounded at each step, as torch does.
 template <typename T>
-void gate(const T* gate_up, T* out, int64_t width) {
+void gate(const Gate& of, const T* gate_up, T* out, int64_t width) {
   const T* up = gate_up + width;
+  if (of.activation == kSilu) {
 #pragma omp simd
-  for (int64_t i = 0; i < width; ++i) {
-    const float x = to_float(gate_up[i]);
-    store(out + i, rounded(x / (1.0f + std::exp(-x)), T{}) * to_float(up[i]));
+    for (int64_t i = 0; i < width; ++i) {
+      const float x = to_float(gate_up[i]);
+      store(out + i, rounded(x / (1.0f + std::exp(-x)), T{}) * to_float(up[i]));
+    }
+  } else if (of.activation == kGeluTanh) {
+#pragma omp simd
+    for (int64_t i = 0; i < width; ++i) {
+      const float x = to_float(gate_up[i]);
+      const float twice = 1.5957691216f * (x + 0.044715f * x * x * x);  // x (1 + tanh(y)) / 2 = x / (1 + exp(-2 y))
+      store(out + i, rounded(x / (1.0f + std::exp(-twice)), T{}) * to_float(up[i]));
+    }
+  } else {
+#pragma omp simd
+    for (int64_t i = 0; i < width; ++i) {
+      const float x = std::min(to_float(gate_up[i]), of.limit);
+      const float y = std::max(std::min(to_float(up[i]), of.limit), -of.limit);
+      const float share = rounded(1.0f / (1.0f + std::exp(-rounded(x * of.alpha, T{}))), T{});
+      store(out + i, rounded(x * share, T{}) * rounded(y + 1.0f, T{}));
+    }
   }
 }
 

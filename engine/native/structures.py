@@ -8,8 +8,8 @@ int4:  uint8 [O / 64, I / 8, 64, 4], four inputs in the low halves and the next 
        bfloat16 scales [O / 64, G, 64];
 zeros: the same codes as they are, with float16 [O / 64, G, 2, 64], scales and what is taken off each code;
 int8 in groups: codes as in int8, with float16 [O / 64, G, 64] scales;
-mxfp4: E2M1 numbers in halves in the same order, with uint8 scales [O / 64, G, 64]: exponents of two as float32 has them,
-       of half the scale, 0 for a scale of zero.
+mxfp4: E2M1 numbers in halves in the same order, with uint8 scales [O / 64, G, 64]: exponents of two as float32 has
+       them, of half the scale, 0 for a scale of zero.
 
 Legend: O outputs, padded to TILE; I inputs, padded to SPAN in fewer bits; G groups of inputs.
 """
@@ -81,12 +81,22 @@ class NativeMatrix(ctypes.Structure):
     _fields_ = (("weight", Weight), ("bias", _POINTER))
 
 
+SILU, GELU_TANH, CLAMPED = range(3)
+
+
+class NativeGate(ctypes.Structure):
+    """An activation; `limit` and `alpha` are those of CLAMPED (`engine.models.experts.ClampedGate`)."""
+
+    _fields_ = (("activation", _COUNT), ("limit", _FLOAT), ("alpha", _FLOAT))
+
+
 class NativeExperts(ctypes.Structure):
     """The experts of a layer, N of each matrix. All `gate_up` are of one size and format, and all `down`."""
 
     _fields_ = (
         *((name, ctypes.POINTER(NativeMatrix)) for name in ("gate_up", "down")),
         *((name, _COUNT) for name in ("count", "per_token", "normalizes")),
+        ("gating", NativeGate),
     )
 
 
@@ -114,6 +124,7 @@ class DecodeModel(ctypes.Structure):
         *((name, _COUNT) for name in ("num_layers", "hidden", "q_heads", "kv_heads", "dim", "block_size")),
         *((name, _COUNT) for name in ("num_tokens", "num_positions", "num_blocks", "num_groups")),
         *((name, _FLOAT) for name in ("eps", "scale")),
+        ("gating", NativeGate),
     )
 
 

@@ -9,14 +9,16 @@ from cluster.errors import CheckpointError
 from engine.gguf_checkpoint import name_in_folder
 from engine.json_fields import Fields
 from engine.quantization.blocks import Blocks
+from engine.quantization.microscaled import Microscaling
 from engine.quantization.packed import Method, Packing
 from engine.quantization.scaled import Scaling
 
-Stored = Packing | Scaling | Blocks
-"""In integers of four bits, several to a word; in eight bits with scales; or in GGUF's blocks."""
+Stored = Packing | Scaling | Blocks | Microscaling
+"""In integers of four bits, several to a word; in eight bits with scales; in GGUF's blocks; or, of experts alone, in
+MXFP4."""
 
 _WHERE = "config.json: quantization_config"
-_METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "fbgemm_fp8", "gguf")
+_METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "fbgemm_fp8", "mxfp4", "gguf")
 _BITS = {"awq": (4,), "gptq": (4, 8), "compressed-tensors": (4, 8)}
 _LAYOUTS: dict[Method, tuple[str, ...]] = {"awq": ("gemm",), "gptq": ("gptq", "gptq_v2")}
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
@@ -37,6 +39,8 @@ def read_stored(fields: Fields) -> Stored | None:
     if method == "gguf":  # as cluster.gguf.config says it
         types = values.within("types")
         return Blocks(tuple((name_in_folder(name), str(types.get(name))) for name in types.names))
+    if method == "mxfp4":
+        return Microscaling()
     if method == "fbgemm_fp8":
         return Scaling("fp8", (1, None))
     return _packing(values, method)

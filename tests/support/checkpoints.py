@@ -31,6 +31,7 @@ _CLASSES = {
     "gemma2": "Gemma2",
     "gemma3": "Gemma3",
     "qwen3-next": "Qwen3Next",
+    "gpt-oss": "GptOss",
 }
 """What transformers' classes begin with."""
 
@@ -89,6 +90,21 @@ _KIND_FIELDS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 16,
         "shared_expert_intermediate_size": 24,
+    },
+    "gpt-oss": {
+        "sliding_window": 24,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 96,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 8.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 256,
+        },
     },
     "gemma2": {"sliding_window": 24, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0},
     "gemma3": {"sliding_window": 24, "query_pre_attn_scalar": 24, "num_hidden_layers": 7, "sliding_window_pattern": 3},
@@ -149,6 +165,10 @@ def _randomize(model: torch.nn.Module, seed: int) -> None:
                 value = noise - 1.0
             elif name.endswith("bias"):
                 value = 0.3 * noise
+            elif name.endswith("sinks"):
+                value = 2.0 * noise
+            elif name.endswith(("gate_up_proj", "down_proj")):  # of stacked experts, inputs before outputs
+                value = noise * 3.0 / parameter.shape[-2] ** 0.5
             elif "embed" in name:
                 value = 0.4 * noise
             else:

@@ -77,6 +77,29 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2-untied-short-window": ("gemma2", {"sliding_window": 5, "tie_word_embeddings": False}),
     "gemma3": ("gemma3", {}),
     "gemma3-biased-capped": ("gemma3", {"attention_bias": True, "final_logit_softcapping": 4.0}),
+    "gpt-oss": ("gpt-oss", {}),
+    "gpt-oss-one-kv-head-short-window-tied": (
+        "gpt-oss",
+        {
+            "num_key_value_heads": 1,
+            "head_dim": 24,
+            "sliding_window": 5,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 5,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gpt-oss-unbiased-plain-rope-clamped": (
+        "gpt-oss",
+        {
+            "attention_bias": False,
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "swiglu_limit": 0.5,
+            "swiglu_alpha": 1.3,
+        },
+    ),
     "qwen3-biased-tied-windows": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True, **_QWEN_WINDOWS}),
 }
 
