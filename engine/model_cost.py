@@ -135,8 +135,9 @@ def weight_bytes(config: ModelConfig, tp_size: int, form: WeightForm) -> int:
     num_attending = config.num_hidden_layers - len(config.state_layers)
     vectors = num_attending * layer_vector_elements(config, tp_size) + config.hidden_size
     vectors += expert_vector_elements(config, tp_size)
+    sinks = num_attending * config.num_attention_heads // tp_size if config.attention_sinks else 0
     of_states = state_vector_bytes(config, tp_size, kind.itemsize)
-    return layers + embedding + head + vectors * kind.itemsize + of_states
+    return layers + embedding + head + vectors * kind.itemsize + sinks * torch.float32.itemsize + of_states
 
 
 def layers_multiplied_bytes(config: ModelConfig, tp_size: int, form: WeightForm, *, of_experts: bool = False) -> int:

@@ -99,8 +99,6 @@ def layer_vector_elements(config: ModelConfig, tp_size: int) -> int:
         count += config.hidden_size
     if config.mlp_bias:
         count += 2 * config.intermediate_size // tp_size + config.hidden_size
-    if config.attention_sinks:
-        count += 2 * config.num_attention_heads // tp_size  # in float32
     return count
 
 

@@ -29,7 +29,7 @@ def prompt_of(length: int) -> list[int]:
     return [(i * 37 + length) % (VOCAB_SIZE - 1) + 1 for i in range(length)]
 
 
-@pytest.fixture(scope="module", params=["gemma3", "mistral"])
+@pytest.fixture(scope="module", params=["gemma3", "gpt-oss", "mistral"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(request.param, tmp_path_factory.mktemp(request.param), sliding_window=WINDOW)
 

@@ -24,7 +24,7 @@ from engine.quantization.interface import TritonProducts
 from engine.tp import ProcessGroupTP, SingleGroup
 
 KERNELS, WHY_NOT = native()
-KINDS = ("mixtral", "qwen2-moe", "qwen3-moe")
+KINDS = ("mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss")
 needs_kernels = pytest.mark.skipif(
     KERNELS is None or not KERNELS.has_bf16_products, reason=f"no products in bfloat16 here: {WHY_NOT}"
 )
@@ -90,11 +90,11 @@ def stacked(folder: Path, **options: Any) -> StackedExperts:
     """Those of the last layer as they are on a GPU, in the machine's memory."""
     config, device = read_model(folder), torch.device("cpu")
     assert config.experts is not None
-    names = [f"model.layers.3.{config.experts.names.block}.experts.{n}" for n in range(config.experts.num_experts)]
+    name = f"model.layers.3.{config.experts.names.block}.experts"
     with Checkpoint(folder) as checkpoint:
         loader = Loader(checkpoint, SingleGroup(), device, torch.bfloat16, None, "none", None, False, TorchOps())
         sizes = config.hidden_size, config.experts.intermediate_size
-        return StackedExperts(names, sizes, config.experts, replace(loader, **options))
+        return StackedExperts(name, sizes, config.experts, replace(loader, **options))
 
 
 @pytest.mark.parametrize("kind", KINDS)

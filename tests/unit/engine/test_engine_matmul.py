@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine.native import native
+from engine.native.structures import MXFP4
 from engine.quantization.fp8 import ScaledFp8Matrix, round_to_fp8
 from engine.quantization.integers import Quantized, keep, make_quantized, quantize
 from engine.quantization.interface import TiledMatrix, make_matrix, weight_formats
@@ -91,13 +92,24 @@ def codes_that_are_kept(group: int, shape: tuple[int, int] = (130, 384)) -> Quan
     return keep(codes, zeros, scales, group)
 
 
+def mxfp4_weight(shape: tuple[int, int] = (130, 384)) -> Quantized:
+    """All sixteen numbers, by scales from zero on."""
+    generator = torch.Generator().manual_seed(5)
+    codes = torch.randint(0, 256, (shape[0], shape[1] // 2), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(110, 135, (shape[0], shape[1] // 32), generator=generator, dtype=torch.uint8)
+    scales[0, 0] = 0
+    return Quantized(codes, scales, MXFP4, 32)
+
+
 @needs_products
 @pytest.mark.parametrize("shape", [(130, 384), (64, 128), (5, 96)], ids=str)
-@pytest.mark.parametrize("kind", ["int8", "int4", 32, 96])
+@pytest.mark.parametrize("kind", ["int8", "int4", "mxfp4", 32, 96])
 def test_kernels_multiply_with_each_code_as_it_is(kind: str | int, shape: tuple[int, int]) -> None:
     """One input at a time: rounding to 8 bits leaves a row that has a single value as it is."""
     generator = torch.Generator().manual_seed(2)
-    if isinstance(kind, str):
+    if kind == "mxfp4":
+        weight = mxfp4_weight(shape)
+    elif isinstance(kind, str):
         weight = quantize(torch.randn(shape, generator=generator), kind)
     elif shape[1] % kind:
         return
@@ -108,6 +120,18 @@ def test_kernels_multiply_with_each_code_as_it_is(kind: str | int, shape: tuple[
     product = matrix(torch.eye(shape[1], dtype=torch.bfloat16), dtype=torch.float32)
 
     torch.testing.assert_close(product.T, weight.dequantize(torch.float32), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_rows", NUM_ROWS)
+@pytest.mark.parametrize("uses_kernels", [pytest.param(True, marks=needs_products), False])
+def test_in_mxfp4(num_rows: int, uses_kernels: bool) -> None:
+    weight = mxfp4_weight()
+    _, bias, x = problem(num_rows, weight.shape, torch.bfloat16)
+    matrix = make_quantized(weight, KERNELS if uses_kernels else None)
+    exact = x.double() @ weight.dequantize(torch.float32).double().T
+    tolerance = 0.015 * (exact.abs().max().item() if num_rows else 0.0)
+    torch.testing.assert_close(matrix(x).double(), exact, atol=tolerance, rtol=0.01)
+    torch.testing.assert_close(matrix(x, bias).double(), exact + bias.double(), atol=tolerance, rtol=0.01)
 
 
 @pytest.mark.parametrize("num_rows", NUM_ROWS)

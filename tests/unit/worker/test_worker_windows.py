@@ -36,6 +36,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {"sliding_window": 40}),
     "gemma2, window of 5": ("gemma2", {"sliding_window": 5}),
     "gemma3": ("gemma3", {}),
+    "gpt-oss": ("gpt-oss", {}),
+    "gpt-oss, window of 5": ("gpt-oss", {"sliding_window": 5, "num_key_value_heads": 1, "head_dim": 24}),
     "mistral": ("mistral", {}),
     "mistral, window of 3": ("mistral", {"sliding_window": 3}),
     "qwen3": ("qwen3", {"use_sliding_window": True, "sliding_window": 50, "max_window_layers": 2}),
