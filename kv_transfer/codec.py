@@ -1,8 +1,8 @@
 """Packs a chunk of KV into a slot, with a header that says which chunk it is, and unpacks it.
 
     64 bytes   header, little-endian: what the payload is and whose it is, and a digest of both
-    payload    [l, 2, T, h, D] in the wire dtype, padded with zeros to 8 bytes
-    scales     [l, 2, T, h] float32, in the formats that have them, padded likewise
+    payload    [l, P, T, h, D] in the wire dtype, padded with zeros to 8 bytes; P planes: keys and values, or latents
+    scales     [l, P, T, h] float32, in the formats that have them, padded likewise
 
 Both sides compute the same sizes from the range and the layouts; nothing that a header says is used for more than to
 be compared with what is expected. So whatever arrives, either the pages get exactly the chunk that was sent for them,
@@ -12,7 +12,7 @@ A codec belongs to one route on one side: `pack` is the sender's, `unpack` the r
 at a time. It knows pages and slots; it knows no transport, no request and no order.
 
 The wire format `native` carries the sender's own dtype, bit for bit. `int8` and `fp8` carry one byte for each value and
-a float32 scale for each (layer, key or value, token, head), symmetric: the largest magnitude of the D values meets the
+a float32 scale for each (layer, plane, token, head), symmetric: the largest magnitude of the D values meets the
 largest code. A value v of a row whose largest magnitude is m comes back within
 
     int8   m / 254                                  (half a step of m / 127)
@@ -90,7 +90,8 @@ class SlotCodec:
         self._wire_format = wire_format
         self._heads = heads
         self._num_heads = heads.stop - heads.start
-        self._head_dim = local.head_dim
+        self._num_planes, self._head_dim = local.num_planes, local.head_dim
+        self._num_rows = self._num_planes * self._num_heads
         self._policy = DigestPolicy(digest)
         self._kernel = kernel
 
@@ -109,7 +110,7 @@ class SlotCodec:
     def pack(self, kv: Tensor, block_table: Sequence[int], what: Range, tag: int, slot: Tensor) -> int:
         """Copies the range from the pages into the slot, under a header; returns the bytes to send.
 
-        `kv` is [L, 2, N, B, H, D]; `slot` uint8, contiguous, at an address that 8 divides. With both on a GPU, work is
+        `kv` is [L, P, N, B, H, D]; `slot` uint8, contiguous, at an address that 8 divides. With both on a GPU, work is
         launched on the current stream and not waited for; otherwise the slot is ready on return. Raises ValueError.
         """
         pages.check_range(kv, block_table, what)
@@ -158,7 +159,7 @@ class SlotCodec:
 
     def _pieces(self, kv: Tensor, what: Range) -> Iterator[tuple[Range, tuple[slice, slice, slice]]]:
         """Cuts a range so that what is in work at once stays in a cache; with each piece its place in the views."""
-        cell_bytes = 2 * self._num_heads * self._head_dim * torch.float32.itemsize
+        cell_bytes = self._num_rows * self._head_dim * torch.float32.itemsize
         room = max(1, (_GPU_PIECE_BYTES if kv.is_cuda else _CPU_PIECE_BYTES) // cell_bytes)
         num_tokens = min(room, what.num_tokens)
         num_layers = room // num_tokens
@@ -170,15 +171,15 @@ class SlotCodec:
                 yield piece, (_moved(layers, -what.layer_start), slice(None), _moved(tokens, -what.token_start))
 
     def _views(self, slot: Tensor, what: Range) -> tuple[Tensor, Tensor | None]:
-        """Codes [l, 2, T, h, D] and scales [l, 2, T, h] of a slot; no scales in the native format."""
-        shape = (what.layer_end - what.layer_start, 2, what.num_tokens, self._num_heads)
-        num_codes = what.num_cells * 2 * self._num_heads * self._head_dim
+        """Codes [l, P, T, h, D] and scales [l, P, T, h] of a slot; no scales in the native format."""
+        shape = (what.layer_end - what.layer_start, self._num_planes, what.num_tokens, self._num_heads)
+        num_codes = what.num_cells * self._num_rows * self._head_dim
         used = num_codes * self._wire_dtype.itemsize
         codes = slot[HEADER_BYTES : HEADER_BYTES + used].view(self._wire_dtype).view(*shape, self._head_dim)
         if not self._scale_bytes(what.num_cells):
             return codes, None
         start = HEADER_BYTES + self._code_bytes(what.num_cells)
-        used = what.num_cells * 2 * self._num_heads * SCALE_BYTES
+        used = what.num_cells * self._num_rows * SCALE_BYTES
         return codes, slot[start : start + used].view(torch.float32).view(shape)
 
     def _clear_padding(self, slot: Tensor, what: Range) -> None:
@@ -187,12 +188,12 @@ class SlotCodec:
         slot[-_ALIGNMENT:].zero_()
 
     def _code_bytes(self, num_cells: int) -> int:
-        return _padded(num_cells * 2 * self._num_heads * self._head_dim * self._wire_dtype.itemsize, _ALIGNMENT)
+        return _padded(num_cells * self._num_rows * self._head_dim * self._wire_dtype.itemsize, _ALIGNMENT)
 
     def _scale_bytes(self, num_cells: int) -> int:
         if self._wire_format == "native":
             return 0
-        return _padded(num_cells * 2 * self._num_heads * SCALE_BYTES, _ALIGNMENT)
+        return _padded(num_cells * self._num_rows * SCALE_BYTES, _ALIGNMENT)
 
     def _check_slot(self, slot: Tensor, what: Range) -> int:
         size = self.num_bytes(what)

@@ -48,6 +48,8 @@ class KvLayout:
     """Tokens of one block."""
     model: str
     """Identity of the weights; KV of another model is never accepted."""
+    num_planes: int = 2
+    """2: keys and values; 1: latents, of which both are made."""
     layer_windows: tuple[int | None, ...] = ()
     """For each layer, how many tokens a token sees, itself included; None: all before it. Empty: None for each."""
 
@@ -55,6 +57,8 @@ class KvLayout:
         for name in ("num_layers", "num_kv_heads", "head_dim", "tp_size", "block_size"):
             if getattr(self, name) < 1:
                 raise LayoutMismatch(f"KV layout: {name} must be at least 1 (got {getattr(self, name)})")
+        if self.num_planes not in (1, 2):
+            raise LayoutMismatch(f"KV layout: num_planes must be 1 (latents) or 2 (got {self.num_planes})")
         if self.dtype not in DTYPES:
             raise LayoutMismatch(f"KV layout: dtype {self.dtype!r} is not served; use one of {', '.join(DTYPES)}")
         if len(self.layer_windows) not in (0, self.num_layers):
@@ -76,6 +80,11 @@ class KvLayout:
     def num_local_heads(self) -> int:
         return max(1, self.num_kv_heads // self.tp_size)
 
+    @property
+    def num_local_rows(self) -> int:
+        """Rows of `head_dim` values that a rank keeps of one token in one layer."""
+        return self.num_planes * self.num_local_heads
+
     def head_range(self, tp_rank: int) -> range:
         """Global ids of the heads that a rank holds."""
         if not 0 <= tp_rank < self.tp_size:
@@ -96,6 +105,7 @@ class KvLayout:
             tp_size=self.tp_size,
             block_size=self.block_size,
             model=self.model,
+            num_planes=self.num_planes,
             layer_windows=[window or 0 for window in self.layer_windows],
         )
 
@@ -110,12 +120,14 @@ class KvLayout:
             tp_size=message.tp_size,
             block_size=message.block_size,
             model=message.model,
+            num_planes=message.num_planes or 2,
             layer_windows=tuple(window or None for window in message.layer_windows),
         )
 
     def __str__(self) -> str:
+        kept = f"{self.num_kv_heads} KV heads" if self.num_planes == 2 else "latents"
         return (
-            f"{self.model} [{self.num_layers} layers, {self.num_kv_heads} KV heads of {self.head_dim}, {self.dtype}, "
+            f"{self.model} [{self.num_layers} layers, {kept} of {self.head_dim}, {self.dtype}, "
             f"tp_size {self.tp_size}, block_size {self.block_size}]"
         )
 
@@ -141,7 +153,7 @@ def check_compatible(sender: KvLayout, receiver: KvLayout) -> None:
             f"KV cannot be handed over: the KV cache is of {sender.dtype} at the sender and of {receiver.dtype} at the "
             f"receiver; start both workers with the same kv_cache_dtype (sender: {sender}; receiver: {receiver})"
         )
-    for name in ("model", "num_layers", "num_kv_heads", "head_dim", "layer_windows"):
+    for name in ("model", "num_layers", "num_planes", "num_kv_heads", "head_dim", "layer_windows"):
         ours, theirs = getattr(sender, name), getattr(receiver, name)
         if ours != theirs:
             raise LayoutMismatch(

@@ -39,9 +39,9 @@ class PageListCodec:
         self._source: Tensor | None = None
 
     def attach(self, source: Tensor, device: torch.device) -> None:
-        """Names the sender's pool, [L, 2, N, B, H, D], to the receiver, whose own lies on `device`. Raises
+        """Names the sender's pool, [L, P, N, B, H, D], to the receiver, whose own lies on `device`. Raises
         TransferFailed."""
-        token_bytes = self.moved_bytes(Range(0, 1, 0, 1)) // 2
+        token_bytes = self.moved_bytes(Range(0, 1, 0, 1)) // self._layout.num_planes
         if source.device != device and (self._kernel is None or token_bytes % 4):
             where = f"from {source.device} to {device}"
             raise TransferFailed(f"tokens of {token_bytes} bytes {where} are not copied by torch")
@@ -60,7 +60,7 @@ class PageListCodec:
         """Bytes that are copied from pages to pages."""
         layout = self._layout
         head_bytes = layout.head_dim * getattr(torch, layout.dtype).itemsize
-        return what.num_cells * 2 * layout.num_local_heads * int(head_bytes)
+        return what.num_cells * layout.num_local_rows * int(head_bytes)
 
     def pack(self, kv: Tensor, block_table: Sequence[int], what: Range, tag: int, slot: Tensor) -> int:
         """Says in the slot where the range lies; returns the bytes to send. Raises ValueError."""

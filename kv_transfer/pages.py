@@ -8,8 +8,9 @@ else torch's index operations. On the CPU it is one strided copy for each run of
 pool: numpy's, with a token's heads as one element, because torch copies short rows at half the speed; torch's own where
 values are cast. Either lets other threads run Python meanwhile.
 
-Shapes: L layers, 2 (key, value), N blocks in the pool, B tokens in a block, H KV heads of this rank, D head size,
-l, T and h the layers, tokens and heads of the range. kv is [L, 2, N, B, H, D], a buffer is contiguous [l, 2, T, h, D].
+Shapes: L layers, P planes (keys and values, or latents), N blocks in the pool, B tokens in a block, H KV heads of this
+rank, D head size, l, T and h the layers, tokens and heads of the range. kv is [L, P, N, B, H, D], a buffer is
+contiguous [l, P, T, h, D].
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def copy_across(
         layers = slice(what.layer_start, what.layer_end)
         if kernel is not None and kernel(source, source_blocks, kv, blocks, offset, what.num_tokens, layers):
             return
-        theirs, ours = (pool[layers].flatten(2, 3) for pool in (source, kv))  # [l, 2, N*B, H, D]
+        theirs, ours = (pool[layers].flatten(2, 3) for pool in (source, kv))  # [l, P, N*B, H, D]
         if kv.is_cuda:
             rows = theirs.index_select(2, _row_index(source, source_blocks, within))
             ours.index_copy_(2, _row_index(kv, blocks, within), rows)
@@ -150,12 +151,12 @@ def _copied_by(
 
 
 def _token_rows(kv: Tensor, block_table: Sequence[int], what: Range, heads: slice, buffer: Tensor) -> Tensor:
-    """[l, 2, N*B, h, D], a view: writing to it writes the cache itself. Raises ValueError."""
+    """[l, P, N*B, h, D], a view: writing to it writes the cache itself. Raises ValueError."""
     check_range(kv, block_table, what)
-    layers, two, num_blocks, block_size, num_heads, head_dim = kv.shape
-    rows = kv.view(layers, two, num_blocks * block_size, num_heads, head_dim)
+    layers, planes, num_blocks, block_size, num_heads, head_dim = kv.shape
+    rows = kv.view(layers, planes, num_blocks * block_size, num_heads, head_dim)
     rows = rows[what.layer_start : what.layer_end, :, :, heads]
-    expected = (len(rows), two, what.num_tokens, *rows.shape[3:])
+    expected = (len(rows), planes, what.num_tokens, *rows.shape[3:])
     if tuple(buffer.shape) != expected or not buffer.is_contiguous():
         raise ValueError(f"the buffer is {tuple(buffer.shape)}, stride {buffer.stride()}; give a contiguous {expected}")
     if buffer.device != kv.device:
@@ -189,15 +190,15 @@ def _runs(block_table: Sequence[int], what: Range, block_size: int) -> Iterator[
 
 
 def _elements(rows: Tensor, block_size: int) -> np.ndarray[Any, Any]:
-    """[l, 2, rows, h, D] as [l, 2, rows, 1 or more] opaque elements of numpy in the same memory.
+    """[l, P, rows, h, D] as [l, P, rows, 1 or more] opaque elements of numpy in the same memory.
 
     An element is all of a token's heads, cut in halves while a block has too few to let other threads run.
     """
-    layers, two, num_rows, heads, head_dim = rows.shape
-    size, num_elements = heads * head_dim * rows.element_size(), layers * two * block_size
+    layers, planes, num_rows, heads, head_dim = rows.shape
+    size, num_elements = heads * head_dim * rows.element_size(), layers * planes * block_size
     while num_elements <= _HELD_GIL_ELEMENTS and size % 2 == 0:
         size, num_elements = size // 2, num_elements * 2
-    raw = rows.view(layers, two, num_rows, heads * head_dim).view(torch.uint8).numpy()
+    raw = rows.view(layers, planes, num_rows, heads * head_dim).view(torch.uint8).numpy()
     return raw.view(np.dtype((np.void, size)))
 
 

@@ -73,7 +73,7 @@ class Landing:
 
 
 class TransferEngine:
-    """Moves the KV of one rank. `kv` is [L, 2, N, B, H, D], L the layers of the largest group."""
+    """Moves the KV of one rank. `kv` is [L, P, N, B, H, D], L the layers of the largest group."""
 
     def __init__(
         self,
@@ -97,7 +97,8 @@ class TransferEngine:
 
         `compute_stream` writes and reads the pages; None: the device's default. Raises ValueError.
         """
-        expected = (num_rows(layout.groups), 2, kv.shape[2], layout.block_size, layout.num_local_heads, layout.head_dim)
+        heads = layout.num_local_heads, layout.head_dim
+        expected = (num_rows(layout.groups), layout.num_planes, kv.shape[2], layout.block_size, *heads)
         if tuple(kv.shape) != expected or kv.dtype != getattr(torch, layout.dtype):
             raise ValueError(f"the KV cache is {tuple(kv.shape)} {kv.dtype}; its layout says {expected} {layout.dtype}")
         self._kv = kv
@@ -124,7 +125,7 @@ class TransferEngine:
         if self._page_kernel is None:
             return
         what, heads = Range(0, 1, 0, self._kv.shape[0]), slice(0, self._layout.num_local_heads)
-        buffer = torch.empty((what.layer_end, 2, 1, *self._kv.shape[4:]), dtype=self._kv.dtype, device=self._kv.device)
+        buffer = self._kv.new_empty((what.layer_end, self._kv.shape[1], 1, *self._kv.shape[4:]))
         pages.gather(self._kv, [0], what, heads, buffer, self._page_kernel)
         pages.scatter(self._kv, [0], what, heads, buffer, self._page_kernel)
         if self._memory is not None:

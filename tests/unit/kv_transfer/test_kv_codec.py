@@ -28,8 +28,8 @@ every_format = pytest.mark.parametrize("wire_format", WIRE_FORMATS)
 
 
 def make_truth(layout: KvLayout = LAYOUT, seed: int = 1) -> torch.Tensor:
-    """[L, 2, T, H, D] in the layout's dtype."""
-    shape = (layout.num_layers, 2, TOKENS, layout.num_kv_heads, layout.head_dim)
+    """[L, P, T, H, D] in the layout's dtype."""
+    shape = (layout.num_layers, layout.num_planes, TOKENS, layout.num_kv_heads, layout.head_dim)
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(getattr(torch, layout.dtype))
 
 
@@ -107,6 +107,20 @@ def test_every_pair_of_tensor_parallel_sizes_ends_with_the_senders_kv(
         heads = receiver.layout.head_range(rank)
         assert torch.equal(receiver.rows(rank)[:, :, :TOKENS], truth[:, :, :, heads.start : heads.stop])
         assert receiver.rows(rank)[:, :, TOKENS:].eq(POISON).all()
+
+
+@every_format
+@pytest.mark.parametrize("tp_sizes", [(1, 2), (2, 1), (4, 2), (2, 4)], ids=str)
+def test_latents_are_one_plane_that_every_rank_gets_whole(wire_format: str, tp_sizes: tuple[int, int]) -> None:
+    layout = replace(LAYOUT, num_kv_heads=1, num_planes=1)
+    sender, receiver = (RankCaches(replace(layout, tp_size=size), TOKENS) for size in tp_sizes)
+    truth = make_truth(layout)
+    sender.load(truth)
+    move(sender, receiver, [Range(0, 9, 0, 3), Range(9, TOKENS, 0, 3)], wire_format)
+    for rank in range(tp_sizes[1]):
+        assert torch.equal(receiver.rows(rank)[:, :, :TOKENS], decoded(truth, wire_format, "bfloat16"))
+    codec = SlotCodec(layout, layout, slice(0, 1), is_sender=True)
+    assert codec.num_bytes(EVERYTHING) == HEADER_BYTES + 3 * TOKENS * layout.head_dim * 2
 
 
 @every_format

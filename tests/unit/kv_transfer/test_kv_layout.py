@@ -116,7 +116,7 @@ def test_tp_size_and_block_size_may_differ() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"model": "other"}, {"num_layers": 7}, {"num_kv_heads": 8}, {"head_dim": 64}],
+    [{"model": "other"}, {"num_layers": 7}, {"num_kv_heads": 8}, {"head_dim": 64}, {"num_planes": 1}],
     ids=lambda change: next(iter(change)),
 )
 def test_anything_else_that_differs_is_refused_naming_both(change: dict[str, object]) -> None:
