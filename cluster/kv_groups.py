@@ -2,7 +2,7 @@
 
 The blocks of one pool serve every group: a block holds so many tokens of one group's layers, and a sequence has a table
 of blocks for each group (docs/adr/0012-one-pool-for-groups-of-layers.md). A block of layers with a state holds the
-state behind the last of its tokens (docs/adr/0013-states-lie-in-blocks.md). Pure: knows no pool, no tensors and no
+state behind the last of its tokens (docs/adr/0014-states-lie-in-blocks.md). Pure: knows no pool, no tensors and no
 model.
 """
 

@@ -4,6 +4,9 @@
     payload    [l, P, T, h, D] in the wire dtype, padded with zeros to 8 bytes; P planes: keys and values, or latents
     scales     [l, P, T, h] float32, in the formats that have them, padded likewise
 
+Of layers that keep a recurrent state the payload is that of the route's heads behind the last token, float32 in every
+wire format. A route that carries no heads of a group sends the header alone.
+
 Both sides compute the same sizes from the range and the layouts; nothing that a header says is used for more than to
 be compared with what is expected. So whatever arrives, either the pages get exactly the chunk that was sent for them,
 or `Corrupted` is raised and they are as they were (with a digest; without one, as far as the header shows).
@@ -30,10 +33,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from cluster.kv_groups import num_rows
 from kv_transfer import header, pages
 from kv_transfer.actions import Range
 from kv_transfer.header import HEADER_BYTES, DigestPolicy, Header
 from kv_transfer.layout import KvLayout, check_compatible, wire_dtype
+from kv_transfer.states import StateHeads
 
 _ALIGNMENT = 8
 _CPU_PIECE_BYTES, _GPU_PIECE_BYTES = 1 << 22, 1 << 26
@@ -72,22 +77,25 @@ class SlotCodec:
         heads: slice,
         *,
         is_sender: bool,
+        states: StateHeads | None = None,
         wire_format: str = "native",
         digest: str = "on",
         kernel: pages.PageKernel | None = None,
     ) -> None:
-        """`digest` (`on`, `sampled`, `off`) is the sender's choice; a receiver checks what the header says. `kernel`
-        copies pages.
+        """`states`: the heads of recurrent states that the route carries. `digest` (`on`, `sampled`, `off`) is the
+        sender's choice; a receiver checks what the header says. `kernel` copies pages.
 
         Raises LayoutMismatch, and ValueError for heads that this rank does not hold or an unknown digest policy.
         """
-        if not 0 <= heads.start < heads.stop <= local.num_local_heads:
+        has_heads = heads.start < heads.stop or (states is not None and heads.start == heads.stop)
+        if not has_heads or not 0 <= heads.start <= heads.stop <= local.num_local_heads:
             raise ValueError(f"heads [{heads.start}, {heads.stop}) are no range of {local.num_local_heads} local heads")
         sender, receiver = (local, remote) if is_sender else (remote, local)
         check_compatible(sender, receiver)
         self._wire_dtype_name = wire_dtype(sender, wire_format)
         self._wire_dtype: torch.dtype = getattr(torch, self._wire_dtype_name)
         self._wire_format = wire_format
+        self._groups, self._states = local.groups, states
         self._heads = heads
         self._num_heads = heads.stop - heads.start
         self._num_planes, self._head_dim = local.num_planes, local.head_dim
@@ -97,10 +105,16 @@ class SlotCodec:
 
     def slot_bytes(self, num_cells: int) -> int:
         """Size of a slot that holds any range of up to `num_cells` tokens times layers, a multiple of 64."""
-        return _padded(HEADER_BYTES + self._code_bytes(num_cells) + self._scale_bytes(num_cells), 64)
+        most = self._code_bytes(num_cells) + self._scale_bytes(num_cells)
+        if self._states is not None:  # all layers of a group at a time
+            most = max(most, _padded(self._states.size_bytes(num_rows(self._groups)), _ALIGNMENT))
+        return _padded(HEADER_BYTES + most, 64)
 
     def num_bytes(self, what: Range) -> int:
         """Bytes of a slot that the range fills, header included; equal on both sides."""
+        if self._groups[what.group].has_state:
+            assert self._states is not None, "layers keep a state that has no shape"
+            return HEADER_BYTES + _padded(self._states.size_bytes(what.layer_end - what.layer_start), _ALIGNMENT)
         return HEADER_BYTES + self._code_bytes(what.num_cells) + self._scale_bytes(what.num_cells)
 
     def moved_bytes(self, what: Range) -> int:
@@ -137,6 +151,13 @@ class SlotCodec:
             self._decode(filled.to(kv.device), kv, block_table, what)
 
     def _encode(self, kv: Tensor, block_table: Sequence[int], what: Range, slot: Tensor) -> None:
+        if len(slot) == HEADER_BYTES:
+            return  # another route's
+        if self._groups[what.group].has_state:
+            slot[-_ALIGNMENT:].zero_()
+            heads, values = self._state_values(slot, what)
+            heads.gather(kv, block_table, what, values)
+            return
         codes, scales = self._views(slot, what)
         self._clear_padding(slot, what)
         if scales is None:
@@ -148,6 +169,12 @@ class SlotCodec:
             quantize(values, codes[place], scales[place])
 
     def _decode(self, slot: Tensor, kv: Tensor, block_table: Sequence[int], what: Range) -> None:
+        if len(slot) == HEADER_BYTES:
+            return
+        if self._groups[what.group].has_state:
+            heads, values = self._state_values(slot, what)
+            heads.scatter(kv, block_table, what, values)
+            return
         codes, scales = self._views(slot, what)
         if scales is None:
             pages.scatter(kv, block_table, what, self._heads, codes, self._kernel)
@@ -156,6 +183,13 @@ class SlotCodec:
             values = torch.empty(codes[place].shape, dtype=kv.dtype, device=kv.device)
             dequantize(codes[place], scales[place], values)
             pages.scatter(kv, block_table, piece, self._heads, values, self._kernel)
+
+    def _state_values(self, slot: Tensor, what: Range) -> tuple[StateHeads, Tensor]:
+        """The route's heads of states, and the view of a slot that has their values, float32 [l, V]."""
+        assert self._states is not None
+        num_layers = what.layer_end - what.layer_start
+        end = HEADER_BYTES + self._states.size_bytes(num_layers)
+        return self._states, slot[HEADER_BYTES:end].view(torch.float32).view(num_layers, -1)
 
     def _pieces(self, kv: Tensor, what: Range) -> Iterator[tuple[Range, tuple[slice, slice, slice]]]:
         """Cuts a range so that what is in work at once stays in a cache; with each piece its place in the views."""

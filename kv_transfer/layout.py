@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from cluster.errors import BatonError
-from cluster.kv_groups import KvGroup, all_layers, group_layers
+from cluster.kv_groups import STATE_WINDOW, KvGroup, StateShape, all_layers, group_layers
 from cluster.pb import handoff_pb2
 
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
-DTYPES = (*FLOAT_DTYPES, "int8", "uint8")
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1}
+DTYPES = tuple(_BYTES)
 WIRE_FORMATS = ("native", "int8", "fp8")
 _CODE_DTYPES = {"int8": "int8", "fp8": "float8_e4m3fn"}
 
@@ -52,6 +53,10 @@ class KvLayout:
     """2: keys and values; 1: latents, of which both are made."""
     layer_windows: tuple[int | None, ...] = ()
     """For each layer, how many tokens a token sees, itself included; None: all before it. Empty: None for each."""
+    state_layers: tuple[int, ...] = ()
+    """Layers that keep a recurrent state; their window is `STATE_WINDOW`."""
+    state: StateShape | None = None
+    """Of those layers."""
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "tp_size", "block_size"):
@@ -63,6 +68,7 @@ class KvLayout:
             raise LayoutMismatch(f"KV layout: dtype {self.dtype!r} is not served; use one of {', '.join(DTYPES)}")
         if len(self.layer_windows) not in (0, self.num_layers):
             raise LayoutMismatch(f"KV layout: {len(self.layer_windows)} windows are given for {self.num_layers} layers")
+        self._check_states()
         larger, smaller = max(self.num_kv_heads, self.tp_size), min(self.num_kv_heads, self.tp_size)
         if larger % smaller:
             fitting = [n for n in range(1, self.num_kv_heads + 1) if self.num_kv_heads % n == 0]
@@ -71,10 +77,28 @@ class KvLayout:
                 f"use one of {fitting} or a multiple of {self.num_kv_heads}"
             )
 
+    def _check_states(self) -> None:
+        if self.state is None and not self.state_layers:
+            return
+        if self.state is None or any(
+            layer >= len(self.layer_windows) or self.layer_windows[layer] != STATE_WINDOW for layer in self.state_layers
+        ):
+            raise LayoutMismatch(f"KV layout: layers {self.state_layers} keep a state that has no shape or no window")
+        if self.state.num_heads % self.tp_size:
+            raise LayoutMismatch(
+                f"KV layout: tp_size {self.tp_size} does not divide {self.state.num_heads} heads of recurrent states"
+            )
+        room = self.block_size * self.num_local_rows * self.head_dim * _BYTES[self.dtype]
+        wanted = self.state.size_bytes(self.state.num_local_heads(self.tp_size))
+        if room < wanted:
+            raise LayoutMismatch(f"KV layout: a block has {room} bytes for a layer, and a recurrent state {wanted}")
+
     @cached_property
     def groups(self) -> tuple[KvGroup, ...]:
         """The groups of layers that lie in blocks of their own."""
-        return group_layers(self.layer_windows) if self.layer_windows else all_layers(self.num_layers)
+        return (
+            group_layers(self.layer_windows, self.state_layers) if self.layer_windows else all_layers(self.num_layers)
+        )
 
     @property
     def num_local_heads(self) -> int:
@@ -107,6 +131,9 @@ class KvLayout:
             model=self.model,
             num_planes=self.num_planes,
             layer_windows=[window or 0 for window in self.layer_windows],
+            state_layers=self.state_layers,
+            num_state_heads=0 if self.state is None else self.state.num_heads,
+            state_part_sizes=() if self.state is None else self.state.part_sizes,
         )
 
     @classmethod
@@ -122,6 +149,12 @@ class KvLayout:
             model=message.model,
             num_planes=message.num_planes or 2,
             layer_windows=tuple(window or None for window in message.layer_windows),
+            state_layers=tuple(message.state_layers),
+            state=(
+                StateShape(message.num_state_heads, tuple(message.state_part_sizes))
+                if message.num_state_heads
+                else None
+            ),
         )
 
     def __str__(self) -> str:
@@ -134,12 +167,15 @@ class KvLayout:
 
 @dataclass(frozen=True)
 class Route:
-    """Heads [head_start, head_end), numbered globally, that one sending rank carries to one receiving rank."""
+    """Heads [head_start, head_end) and heads of states [state_start, state_end), numbered globally, that one sending
+    rank carries to one receiving rank; of one kind there may be none."""
 
     src_rank: int
     dst_rank: int
     head_start: int
     head_end: int
+    state_start: int = 0
+    state_end: int = 0
 
 
 def check_compatible(sender: KvLayout, receiver: KvLayout) -> None:
@@ -153,7 +189,16 @@ def check_compatible(sender: KvLayout, receiver: KvLayout) -> None:
             f"KV cannot be handed over: the KV cache is of {sender.dtype} at the sender and of {receiver.dtype} at the "
             f"receiver; start both workers with the same kv_cache_dtype (sender: {sender}; receiver: {receiver})"
         )
-    for name in ("model", "num_layers", "num_planes", "num_kv_heads", "head_dim", "layer_windows"):
+    for name in (
+        "model",
+        "num_layers",
+        "num_planes",
+        "num_kv_heads",
+        "head_dim",
+        "layer_windows",
+        "state_layers",
+        "state",
+    ):
         ours, theirs = getattr(sender, name), getattr(receiver, name)
         if ours != theirs:
             raise LayoutMismatch(
@@ -198,20 +243,31 @@ def wire_dtype(sender: KvLayout, wire_format: str) -> str:
 
 
 def routes(sender: KvLayout, receiver: KvLayout) -> tuple[Route, ...]:
-    """Every receiving rank gets each of its heads exactly once, from the lowest rank that holds it.
+    """Every receiving rank gets each of its heads exactly once, from the lowest rank that holds it; with states and as
+    many ranks on either side, from the rank of its own number, and each head of states from the one that holds it.
 
     Ordered by (src_rank, dst_rank). All ranks of both sides make their pairs in this one order, so that no circle of
     ranks can wait for one another. Raises LayoutMismatch.
     """
     check_compatible(sender, receiver)
+    state, is_equal = sender.state, sender.state is not None and sender.tp_size == receiver.tp_size
     found: list[Route] = []
     for dst_rank in range(receiver.tp_size):
         wanted = receiver.head_range(dst_rank)
-        for src_rank in sorted({sender.first_holder(head) for head in wanted}):
-            held = sender.head_range(src_rank)
-            start, end = max(wanted.start, held.start), min(wanted.stop, held.stop)
-            found.append(Route(src_rank, dst_rank, start, end))
+        senders = {dst_rank} if is_equal else {sender.first_holder(head) for head in wanted}
+        wanted_states = state.head_range(dst_rank, receiver.tp_size) if state is not None else range(0)
+        for src_rank in range(sender.tp_size):
+            heads = _common(wanted, sender.head_range(src_rank)) if src_rank in senders else range(0)
+            held = state.head_range(src_rank, sender.tp_size) if state is not None else range(0)
+            states = _common(wanted_states, held)
+            if heads or states:
+                found.append(Route(src_rank, dst_rank, heads.start, heads.stop, states.start, states.stop))
     return tuple(sorted(found, key=lambda route: (route.src_rank, route.dst_rank)))
+
+
+def _common(some: range, others: range) -> range:
+    both = range(max(some.start, others.start), min(some.stop, others.stop))
+    return both or range(0)
 
 
 def _check_known(whose: str, wire_format: str) -> None:

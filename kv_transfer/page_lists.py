@@ -11,6 +11,7 @@ until the receiver has said that they are read, or the pair is closed; that what
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -58,7 +59,7 @@ class PageListCodec:
 
     def moved_bytes(self, what: Range) -> int:
         """Bytes that are copied from pages to pages."""
-        layout = self._layout
+        layout, what = self._layout, self._whole(what)
         head_bytes = layout.head_dim * getattr(torch, layout.dtype).itemsize
         return what.num_cells * layout.num_local_rows * int(head_bytes)
 
@@ -83,7 +84,15 @@ class PageListCodec:
         ids = filled[HEADER_BYTES:].view(torch.int32).tolist()
         if min(ids) < 0 or max(ids) >= self._source.shape[2]:
             raise Corrupted(f"the sender has {self._source.shape[2]} blocks, and names {min(ids)} to {max(ids)}")
-        pages.copy_across(self._source, ids, kv, block_table, what, self._kernel)
+        pages.copy_across(self._source, ids, kv, block_table, self._whole(what), self._kernel)
+
+    def _whole(self, what: Range) -> Range:
+        """All of the block that has the newest state, for layers that keep one."""
+        if not self._layout.groups[what.group].has_state:
+            return what
+        size = self._layout.block_size
+        first = (what.token_end - 1) // size * size
+        return replace(what, token_start=first, token_end=first + size)
 
     def _places(self, what: Range) -> range:
         """Those of the range's blocks in a block table."""

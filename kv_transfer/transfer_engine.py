@@ -44,6 +44,7 @@ from kv_transfer.fault_injection import Faults
 from kv_transfer.layout import KvLayout, Route, routes
 from kv_transfer.page_lists import PageListCodec
 from kv_transfer.rank_pair import RankPair, RouteEnd
+from kv_transfer.states import StateHeads
 from kv_transfer.timed_wire import TimedWire
 from kv_transfer.transports.interface import Meeting, PoolMemory, StoreClients, TransferWork
 from kv_transfer.transports.selection import make_pair
@@ -217,12 +218,13 @@ class TransferEngine:
     def _codec(self, spec: rank_pb2.OpenPair, remote: KvLayout, route: Route) -> ChunkCodec:
         if shares_pages(spec.agreed.transport):
             return PageListCodec(self._layout, remote, wire_format=spec.agreed.wire_format, kernel=self._pool_kernel)
-        first = self._layout.head_range(self._tp_rank).start
+        first = self._layout.head_range(self._tp_rank).start if route.head_end > route.head_start else 0
         heads = slice(route.head_start - first, route.head_end - first)
         return SlotCodec(
             self._layout,
             remote,
             heads,
+            states=StateHeads.of(route, self._layout, self._tp_rank),
             is_sender=spec.is_sender,
             wire_format=spec.agreed.wire_format,
             digest=self._digest,

@@ -100,7 +100,8 @@ def _served(fields: Fields) -> ModelConfig | None:
 def _refuse_other_models(values: dict[str, Any], where: str) -> None:
     if values.get("is_encoder_decoder"):
         raise CheckpointError(f"{where}: is_encoder_decoder is true; plans are for decoder-only models")
-    types = values.get("layer_types") or values.get("layers_block_type") or ()
+    has_interval = values.get("full_attention_interval") not in (None, 1)  # Qwen3-Next's, which may name no types
+    types = values.get("layer_types") or values.get("layers_block_type") or ["linear_attention"] * has_interval
     other = next((t for t in types if str(t).startswith(_OTHER_LAYERS)), None)
     if other is not None:
         raise CheckpointError(

@@ -143,6 +143,8 @@ class Resolved:
             block_size=self.block_size,
             model=f"{self.model}@{self.weights_revision}",
             layer_windows=self.config.layer_windows if any(self.config.layer_windows) else (),
+            state_layers=self.config.state_layers,
+            state=None if self.config.delta_net is None else self.config.delta_net.state,
         )
 
 
@@ -152,10 +154,6 @@ def resolve(settings: WorkerSettings) -> Resolved:
         return _resolve_timed(settings)
     device = resolve_device(settings.engine.device)
     config = read_model(settings.model.path)
-    if config.delta_net is not None:
-        raise ConfigError(
-            f"model.path: workers do not hand recurrent states over yet, which {config.architecture} keeps"
-        )
     if settings.engine.deterministic:
         config.check_deterministic()
     dtype = resolve_dtype(config, settings.model.dtype, device)

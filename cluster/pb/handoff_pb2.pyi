@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class KvLayout(_message.Message):
-    __slots__ = ("num_layers", "num_kv_heads", "head_dim", "dtype", "tp_size", "block_size", "model", "layer_windows", "num_planes")
+    __slots__ = ("num_layers", "num_kv_heads", "head_dim", "dtype", "tp_size", "block_size", "model", "layer_windows", "num_planes", "state_layers", "num_state_heads", "state_part_sizes")
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +18,9 @@ class KvLayout(_message.Message):
     MODEL_FIELD_NUMBER: _ClassVar[int]
     LAYER_WINDOWS_FIELD_NUMBER: _ClassVar[int]
     NUM_PLANES_FIELD_NUMBER: _ClassVar[int]
+    STATE_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_STATE_HEADS_FIELD_NUMBER: _ClassVar[int]
+    STATE_PART_SIZES_FIELD_NUMBER: _ClassVar[int]
     num_layers: int
     num_kv_heads: int
     head_dim: int
@@ -27,7 +30,10 @@ class KvLayout(_message.Message):
     model: str
     layer_windows: _containers.RepeatedScalarFieldContainer[int]
     num_planes: int
-    def __init__(self, num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., tp_size: _Optional[int] = ..., block_size: _Optional[int] = ..., model: _Optional[str] = ..., layer_windows: _Optional[_Iterable[int]] = ..., num_planes: _Optional[int] = ...) -> None: ...
+    state_layers: _containers.RepeatedScalarFieldContainer[int]
+    num_state_heads: int
+    state_part_sizes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., tp_size: _Optional[int] = ..., block_size: _Optional[int] = ..., model: _Optional[str] = ..., layer_windows: _Optional[_Iterable[int]] = ..., num_planes: _Optional[int] = ..., state_layers: _Optional[_Iterable[int]] = ..., num_state_heads: _Optional[int] = ..., state_part_sizes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SenderHello(_message.Message):
     __slots__ = ("worker_id", "incarnation", "layout", "pair_epoch", "transports", "host_id", "wire_format", "chunk_tokens", "num_slots", "protocol")

@@ -26,6 +26,9 @@ from engine.layers.linear import ColumnParallelLinear, Loader, Projection, RowPa
 from engine.models.delta_net import DeltaNetConfig
 from engine.quantization.interface import Rows
 
+_PIECE_BYTES = 1 << 22
+"""States that are taken out of the pool at a time, on a CPU."""
+
 
 @dataclass(frozen=True)
 class SingleTokens:
@@ -130,10 +133,12 @@ class GatedDeltaNet:
         if single is not None:
             rows = single.rows
             if rows is None:
-                read = self._take_single(channels, beta, log_decay, single, pages)
+                self._take_single(channels, beta, log_decay, single, pages, read)
             else:
                 inputs = channels.index_select(0, rows), beta.index_select(0, rows), log_decay.index_select(0, rows)
-                read.index_copy_(0, rows, self._take_single(*inputs, single, pages))
+                found = read.new_empty((len(rows), *read.shape[1:]))
+                self._take_single(*inputs, single, pages, found)
+                read.index_copy_(0, rows, found)
         for prompt in prompts:
             own, size = prompt.rows, batch.block_size
             read[own] = self._take_prompt(channels[own], beta[own], log_decay[own], prompt, size, pages)
@@ -155,18 +160,21 @@ class GatedDeltaNet:
         return first[..., : self._channels], gate, second[:, :, 0].sigmoid(), log_decay
 
     def _take_single(
-        self, channels: Tensor, beta: Tensor, log_decay: Tensor, at: SingleTokens, pages: StatePages
-    ) -> Tensor:
-        """[S, U, Q] to [S, U, R, V]"""
-        matrices, earlier = pages.read(at.old_blocks)
-        if at.begins is not None:
-            for part in (matrices, earlier):
-                part.masked_fill_(at.begins.unsqueeze(1), 0.0)
-        state = matrices.view(-1, self._num_heads, self._ratio, self._key, self._value)
-        convolved, later = convolve_next(channels, earlier.view(*channels.shape, self._reach), self._weight)
-        read = advance(state, *self._split(convolved), log_decay, beta)
-        pages.write(at.new_blocks, [matrices, later.reshape(earlier.shape)])
-        return read
+        self, channels: Tensor, beta: Tensor, log_decay: Tensor, at: SingleTokens, pages: StatePages, out: Tensor
+    ) -> None:
+        """[S, U, Q] to [S, U, R, V], as many sequences at a time as have their states in a cache of the CPU."""
+        size = max(1, _PIECE_BYTES // pages.size_bytes) if out.device.type == "cpu" else len(out)
+        for first in range(0, len(out), size):
+            own = slice(first, first + size)
+            matrices, earlier = pages.read(at.old_blocks[own])
+            if at.begins is not None:
+                for part in (matrices, earlier):
+                    part.masked_fill_(at.begins[own].unsqueeze(1), 0.0)
+            state = matrices.view(-1, self._num_heads, self._ratio, self._key, self._value)
+            inputs = channels[own]
+            convolved, later = convolve_next(inputs, earlier.view(*inputs.shape, self._reach), self._weight)
+            out[own] = advance(state, *self._split(convolved), log_decay[own], beta[own])
+            pages.write(at.new_blocks[own], [matrices, later.reshape(earlier.shape)])
 
     def _take_prompt(
         self, channels: Tensor, beta: Tensor, log_decay: Tensor, at: PromptRows, block_size: int, pages: StatePages

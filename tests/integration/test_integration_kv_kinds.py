@@ -40,8 +40,8 @@ DIMENSIONS = {
     "event": ("none", "moves", "is lost"),
     "n": (1, 3),
 }
-KINDS: dict[str, dict[str, Any]] = {"llama": {}, "gemma3": {}}
-"""By kind of KV: all of a sequence, a window."""
+KINDS: dict[str, dict[str, Any]] = {"llama": {}, "gemma3": {}, "qwen3-next": {}}
+"""By kind of KV: all of a sequence, a window, a recurrent state."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {},
     "qwen2": {"num_key_value_heads": 1},

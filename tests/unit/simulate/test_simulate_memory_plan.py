@@ -132,6 +132,7 @@ def test_a_mistake_is_named_with_its_remedy(options: str, says: str) -> None:
         ({"num_attention_heads": None}, "num_attention_heads must be a positive integer (got None)"),
         ({"num_key_value_heads": 5}, "num_key_value_heads 5 does not divide num_attention_heads 32"),
         ({"layer_types": ["linear_attention"]}, "layers of type 'linear_attention' keep a state of their own"),
+        ({"full_attention_interval": 4}, "layers of type 'linear_attention' keep a state of their own"),
         ({"quantization_config": {"quant_method": "x"}}, "quant_method 'x' is not known here"),
         ({"torch_dtype": "int8"}, "dtype 'int8' is unknown"),
     ],
