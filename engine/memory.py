@@ -158,7 +158,7 @@ class MemoryDemand:
     def reserved_bytes(self) -> int:
         """The tables of rotary positions, and on a GPU what is taken while serving beside activations and pool, the
         block with which graphs pad their steps among it."""
-        table = 2 * self.config.max_position_embeddings * self.config.rotary_dim * self.form.element_type.itemsize
+        table = 2 * self.config.max_position_embeddings * self.config.head_dim * self.form.element_type.itemsize
         rope = len(self.config.ropes) * table
         if not self.device.startswith("cuda"):
             return rope

@@ -189,7 +189,7 @@ class ModelRunner:
         config, head_dim = self.config, self.config.head_dim
         self._num_blocks = num_blocks
         dtype = getattr(torch, self.dtype)
-        self._ropes = [RopeTable(rope, config.rotary_dim, num_positions, self.device, dtype) for rope in config.ropes]
+        self._ropes = [RopeTable(rope, head_dim, num_positions, self.device, dtype) for rope in config.ropes]
         self._kv = KvCache(
             groups,
             num_blocks + has_scratch,

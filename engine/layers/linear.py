@@ -22,10 +22,13 @@ from engine.quantization.blocks import Blocks, keep_blocks
 from engine.quantization.fp8 import ScaledFp8Matrix
 from engine.quantization.integers import make_quantized
 from engine.quantization.interface import Kernels, Matrix, RoundedRows, Rows, TritonProducts, make_matrix
-from engine.quantization.packed import Packing, keep_codes, read_codes
+from engine.quantization.packed import Packing, keep_codes, read_codes, reorder
 from engine.quantization.scaled import Scaling
 from engine.quantization.stored import Stored
 from engine.tp import TPGroup
+
+Order = torch.Tensor | None
+"""The order of a tensor's rows, int64; None: as they are."""
 
 
 @dataclass(frozen=True)
@@ -43,41 +46,51 @@ class Loader:
     """Whether what is packed stays so where it can (`Packing.keeps_codes`)."""
     ops: Ops
 
-    def linear(self, parts: Sequence[TensorSlice]) -> Matrix:
-        """The matrix of all parts' outputs, one after another; each part may be plain or packed."""
-        kept = self._keep(parts) if self.keeps_codes else None
-        return kept or self.matrix(self._join(parts, self._read_weight))
+    def linear(self, parts: Sequence[TensorSlice], orders: Sequence[Order] = ()) -> Matrix:
+        """The matrix of all parts' outputs, one after another; each part may be plain or packed.
 
-    def stack(self, parts: Sequence[TensorSlice]) -> torch.Tensor:
-        """One tensor of all parts, one after another along dim 0."""
-        return self._join(parts, self.checkpoint.read)
+        `orders`: for each part, the order in which its outputs are wanted; none: as they are.
+        """
+        orders = orders or (None,) * len(parts)
+        kept = self._keep(parts, orders) if self.keeps_codes else None
+        return kept or self.matrix(self._join(parts, self._read_weight, orders))
 
-    def _keep(self, parts: Sequence[TensorSlice]) -> Matrix | None:
+    def stack(self, parts: Sequence[TensorSlice], orders: Sequence[Order] = ()) -> torch.Tensor:
+        """One tensor of all parts, one after another along dim 0; `orders` as of `linear`."""
+        return self._join(parts, self.checkpoint.read, orders or (None,) * len(parts))
+
+    def _keep(self, parts: Sequence[TensorSlice], orders: Sequence[Order]) -> Matrix | None:
         """None where a part is plain, or packed codes cannot be multiplied as they are."""
         if isinstance(self.packing, Scaling):
-            return self._keep_int8(self.packing, parts)
+            return self._keep_int8(self.packing, parts, orders)
         if isinstance(self.packing, Blocks):
-            return self._keep_blocks(self.packing, parts)
+            return self._keep_blocks(self.packing, parts, orders)
         if not isinstance(self.packing, Packing) or any(part.name in self.checkpoint for part in parts):
             return None
-        found = keep_codes([read_codes(self.checkpoint, self.packing, part, self.device) for part in parts])
+        codes = [read_codes(self.checkpoint, self.packing, part, self.device) for part in parts]
+        found = keep_codes([one.reorder(order) for one, order in zip(codes, orders, strict=True)])
         if found is None:
             return None
         weight, order = found
         return make_quantized(weight, self.kernels, order)
 
-    def _keep_int8(self, scaling: Scaling, parts: Sequence[TensorSlice]) -> Matrix | None:
+    def _keep_int8(self, scaling: Scaling, parts: Sequence[TensorSlice], orders: Sequence[Order]) -> Matrix | None:
         if not all(scaling.has(self.checkpoint, part) for part in parts):
             return None
         whole = [scaling.read_int8(self.checkpoint, part, self.device) for part in parts]
-        data, scales = torch.cat([part.data for part in whole]), torch.cat([part.scales for part in whole])
+        data = torch.cat([reorder(part.data, order) for part, order in zip(whole, orders, strict=True)])
+        scales = torch.cat([reorder(part.scales, order) for part, order in zip(whole, orders, strict=True)])
         return make_quantized(replace(whole[0], data=data, scales=scales), self.kernels)
 
-    def _keep_blocks(self, blocks: Blocks, parts: Sequence[TensorSlice]) -> Matrix | None:
+    def _keep_blocks(self, blocks: Blocks, parts: Sequence[TensorSlice], orders: Sequence[Order]) -> Matrix | None:
         names, num_inputs = [part.name for part in parts], parts[0].local_shape[1]
         kind = blocks.kept_kind(names, num_inputs, self.quantization, isinstance(self.kernels, TritonProducts))
         weight = None if kind is None else keep_blocks(self.checkpoint, parts, kind, self.device)
-        return None if weight is None else make_quantized(weight, self.kernels)
+        if weight is None:
+            return None
+        order = _joined(parts, orders, self.device)
+        weight = replace(weight, data=reorder(weight.data, order), scales=reorder(weight.scales, order))
+        return make_quantized(weight, self.kernels)
 
     def _read_weight(self, part: TensorSlice, out: torch.Tensor) -> None:
         if self.packing is None:
@@ -85,13 +98,20 @@ class Loader:
         else:
             self.packing.read(self.checkpoint, part, out)
 
-    def _join(self, parts: Sequence[TensorSlice], read: Callable[[TensorSlice, torch.Tensor], None]) -> torch.Tensor:
+    def _join(
+        self,
+        parts: Sequence[TensorSlice],
+        read: Callable[[TensorSlice, torch.Tensor], None],
+        orders: Sequence[Order],
+    ) -> torch.Tensor:
         rows = sum(part.local_shape[0] for part in parts)
         out = torch.empty((rows, *parts[0].local_shape[1:]), dtype=self.dtype, device=self.device)
         start = 0
-        for part in parts:
+        for part, order in zip(parts, orders, strict=True):
             stop = start + part.local_shape[0]
             read(part, out[start:stop])
+            if order is not None:
+                out[start:stop] = reorder(out[start:stop], order)
             start = stop
         return out
 
@@ -103,6 +123,18 @@ class Loader:
         """This rank's part of `total` columns or rows that the ranks divide evenly."""
         count = total // self.tp.size
         return range(self.tp.rank * count, (self.tp.rank + 1) * count)
+
+
+def _joined(parts: Sequence[TensorSlice], orders: Sequence[Order], device: torch.device) -> Order:
+    """The order of all parts' rows, one part after another."""
+    if all(order is None for order in orders):
+        return None
+    start, rows = 0, []
+    for part, order in zip(parts, orders, strict=True):
+        count = part.local_shape[0]
+        rows.append(start + (torch.arange(count, device=device) if order is None else order))
+        start += count
+    return torch.cat(rows)
 
 
 class RmsNorm:
@@ -121,6 +153,41 @@ class RmsNorm:
         return self._ops.rms_norm(x, self.weight, self._eps, add, rounds)
 
 
+class ProjectionNorm:
+    """Root mean square normalisation over all query heads together and over all key heads, those of all ranks."""
+
+    def __init__(
+        self,
+        loader: Loader,
+        name: str,
+        columns: Sequence[tuple[int, range]],
+        eps: float,
+        head_order: tuple[int, ...] | None,
+        num_kv_heads: int,
+    ) -> None:
+        """`columns`: how many outputs queries have and which are this rank's, then of keys; `head_order`: as of
+        `Projection`. Ranks that outnumber the `num_kv_heads` hold keys several times."""
+        projections = [
+            Projection(f"{name}.{which}_norm", total, own, head_order)
+            for which, (total, own) in zip("qk", columns, strict=True)
+        ]
+        parts = [TensorSlice(f"{p.name}.weight", (p.total,), 0, p.own.start, p.own.stop) for p in projections]
+        self._weight = loader.stack(parts, [p.order(loader.device) for p in projections])
+        self._num_queries, self._tp, self._eps = len(columns[0][1]), loader.tp, eps
+        self._sizes = columns[0][0], columns[1][0] * max(1, loader.tp.size // num_kv_heads)
+
+    def __call__(self, qkv: torch.Tensor) -> None:
+        """Normalises the queries and keys of [T, Hq D + 2 H D], in place. Rounds once, after the weight."""
+        turned = qkv[:, : len(self._weight)]
+        wide = turned.float()
+        q, k = wide[:, : self._num_queries], wide[:, self._num_queries :]
+        squares = torch.stack([q.square().sum(dim=1), k.square().sum(dim=1)])  # [2, T]
+        self._tp.all_reduce(squares)
+        for heads, sums, size in zip((q, k), squares, self._sizes, strict=True):
+            heads.mul_((sums / size + self._eps).rsqrt().unsqueeze(1))
+        turned.copy_(wide.mul_(self._weight))
+
+
 @dataclass(frozen=True)
 class Projection:
     """One of the matrices that a column-parallel layer fuses: `total` outputs, of which this rank computes `own`."""
@@ -128,6 +195,16 @@ class Projection:
     name: str
     total: int
     own: range
+    head_order: tuple[int, ...] | None = None
+    """`RopeConfig.head_order`, where its outputs are heads that are turned."""
+
+    def order(self, device: torch.device) -> Order:
+        """The order of this rank's outputs, in which the dimensions of each head are as `head_order` says."""
+        if self.head_order is None:
+            return None
+        of_head = torch.tensor(self.head_order, device=device)
+        starts = torch.arange(0, len(self.own), len(of_head), device=device)
+        return (starts[:, None] + of_head).flatten()
 
 
 class Linear(Protocol):
@@ -159,9 +236,10 @@ class ColumnParallelLinear:
         parts = [
             TensorSlice(f"{p.name}.weight", (p.total, num_inputs), 0, p.own.start, p.own.stop) for p in projections
         ]
-        self.matrix = loader.linear(parts)
+        orders = [p.order(loader.device) for p in projections]
+        self.matrix = loader.linear(parts, orders)
         biases = [TensorSlice(f"{p.name}.bias", (p.total,), 0, p.own.start, p.own.stop) for p in projections]
-        self.bias = loader.stack(biases) if bias else None
+        self.bias = loader.stack(biases, orders) if bias else None
 
     def __call__(self, x: Rows) -> torch.Tensor:
         return multiply(self.matrix, x, self.bias)

@@ -1,8 +1,8 @@
 """Rotary position embeddings: frequencies as transformers computes them, tabulated once, applied in three operations.
 
-Legend: P positions in the table, T tokens, H heads, D dimensions that are turned, the first of a head. Halves are
-rotated as in GPT-NeoX and Hugging Face's checkpoints (dimension i pairs with i + D/2). The papers: RoFormer (arXiv
-2104.09864), YaRN (arXiv 2309.00071).
+Legend: P positions in the table, T tokens, H heads, D head_dim. Halves are rotated as in GPT-NeoX and Hugging Face's
+checkpoints (dimension i pairs with i + D/2; `RopeConfig.head_order` brings others into that order). The papers:
+RoFormer (arXiv 2104.09864), YaRN (arXiv 2309.00071), LongRoPE (arXiv 2402.13753).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 
 from engine.models.config import RopeConfig
 
@@ -17,12 +18,12 @@ from engine.models.config import RopeConfig
 class RopeTable:
     """cos and sin of every position up to `length`, in the dtype the model computes in."""
 
-    def __init__(
-        self, rope: RopeConfig, num_turned: int, length: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        frequencies, scale = rope_frequencies(rope, num_turned)
-        angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)  # [P, D/2]
+    def __init__(self, rope: RopeConfig, head_dim: int, length: int, device: torch.device, dtype: torch.dtype) -> None:
+        frequencies, scale = rope_frequencies(rope, rope.rotary_dim(head_dim))
+        angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)  # [P, D/2], less where partial
         cos, sin = angles.cos() * scale, angles.sin() * scale
+        rest = head_dim // 2 - angles.shape[1]
+        cos, sin = F.pad(cos, (0, rest), value=1.0), F.pad(sin, (0, rest))
         self.cos = torch.cat([cos, cos], dim=-1).unsqueeze(1).to(device, dtype)  # [P, 1, D]
         self.sin = torch.cat([-sin, sin], dim=-1).unsqueeze(1).to(device, dtype)  # [P, 1, D], signed for the rotation
 
@@ -32,16 +33,13 @@ class RopeTable:
 
 
 def rotate(heads: torch.Tensor, rows: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Rotates [T, H, D and more] query or key heads by a table's rows."""
+    """Rotates [T, H, D] query or key heads by a table's rows."""
     cos, sin = rows
-    num_turned = cos.shape[-1]
-    if num_turned < heads.shape[-1]:
-        return torch.cat([rotate(heads[..., :num_turned], rows), heads[..., num_turned:]], dim=-1)
     return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), sin)
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
-    """Angle per position of each pair of dimensions, float32 [D/2], and the factor on cos and sin.
+    """Angle per position of each pair of `head_dim` dimensions, float32 [D/2], and the factor on cos and sin.
 
     `dynamic` scales only beyond max_position_embeddings, which no sequence here exceeds, so that it equals `default`.
     """
@@ -50,12 +48,16 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, flo
     match rope.rope_type:
         case "default" | "dynamic":
             return plain, 1.0
+        case "none":
+            return plain[:0], 1.0
         case "linear":
             return plain / rope.factor, 1.0
         case "llama3":
             return _llama3(plain, rope), 1.0
         case "yarn":
             return _yarn(plain, rope, head_dim), _yarn_attention_factor(rope)
+        case "longrope":
+            return 1.0 / (torch.tensor(rope.frequency_factors) * rope.rope_theta**exponents), _longrope_factor(rope)
     raise ValueError(f"rope_type {rope.rope_type!r} has no formula here")
 
 
@@ -82,6 +84,14 @@ def _yarn(plain: torch.Tensor, rope: RopeConfig, head_dim: int) -> torch.Tensor:
     width = high - low if high != low else 0.001
     ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0.0, 1.0)
     return plain / rope.factor * ramp + plain * (1 - ramp)
+
+
+def _longrope_factor(rope: RopeConfig) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.factor <= 1.0:
+        return 1.0
+    return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position_embeddings))
 
 
 def _yarn_attention_factor(rope: RopeConfig) -> float:

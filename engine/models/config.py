@@ -18,7 +18,7 @@ from engine.models.experts import ExpertsConfig
 if TYPE_CHECKING:
     from engine.quantization.stored import Stored
 
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 DTYPES = ("float32", "bfloat16", "float16")
 _COMMON = frozenset(
     {
@@ -32,7 +32,8 @@ _COMMON = frozenset(
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding: `rope_type` is one of ROPE_TYPES; fields that a type does not use keep their defaults."""
+    """Rotary embedding: `rope_type` is one of ROPE_TYPES, or `none`; fields that a type does not use keep their
+    defaults."""
 
     rope_type: str = "default"
     rope_theta: float = 10000.0
@@ -46,6 +47,34 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    frequency_factors: tuple[float, ...] = ()
+    """The waves are longer by these, one for each pair of dimensions (longrope)."""
+    partial_rotary_factor: float = 1.0
+    """The share of a head's dimensions, the first ones, that is turned."""
+    is_interleaved: bool = False
+    """Dimension 2i of a checkpoint's heads pairs with 2i + 1, not i with i plus half of those that are turned."""
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Returns how many dimensions of a head are turned."""
+        return int(head_dim * self.partial_rotary_factor)
+
+    def head_order(self, head_dim: int) -> tuple[int, ...] | None:
+        """Returns the dimension of a checkpoint's head that stands at each place of a head here; None: the same one.
+
+        Here dimension i always pairs with i + head_dim / 2, and pairs that are not turned stand behind those that are.
+        In this order queries and keys have the same product.
+        """
+        turned, rest = self.rotary_dim(head_dim), (head_dim - self.rotary_dim(head_dim)) // 2
+        first, second = range(turned // 2), range(turned // 2, turned)
+        if self.is_interleaved:
+            first, second = range(0, turned, 2), range(1, turned, 2)
+        passed = range(turned, head_dim)
+        order = (*first, *passed[:rest], *second, *passed[rest:])
+        return None if order == tuple(range(head_dim)) else order
+
+
+NO_ROPE = RopeConfig(rope_type="none")
+"""Of layers that know no positions."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +139,8 @@ class ModelConfig:
     """RMSNorm on each query and key head before rope."""
     attention_gate: bool = False
     """Each query head has as many gates beside it, by whose sigmoid attention's output is multiplied."""
-    rotary_share: float | None = None
-    """Share of a head's dimensions that rope turns, the first ones; None: all."""
+    projection_norm: bool = False
+    """RMSNorm on all query heads together, and on all key heads, before rope."""
     activation: Literal["silu", "gelu_tanh"] = "silu"
     """Of the gate: gelu_tanh is gelu by its approximation with tanh."""
     norms: LayerNorms = LayerNorms()
@@ -119,12 +148,16 @@ class ModelConfig:
     """The weights of norms are stored as how far they are from 1."""
     embedding_scale: float | None = None
     """The embedding's rows are multiplied by it, rounded to the model's type."""
+    residual_scale: float | None = None
+    """What attention and MLP add to the residual is multiplied by it."""
     attention_scale: float | None = None
     """Attention's scores are multiplied by it; None: by one over the root of head_dim."""
     attention_softcap: float | None = None
     """Attention's scores are bounded by it: c * tanh(score / c)."""
     attention_sinks: bool = False
     """Each query head has a score of its own that takes its share of attention's softmax and adds no value."""
+    logit_divisor: float | None = None
+    """Logits are divided by it."""
     logit_softcap: float | None = None
     experts: ExpertsConfig | None = None
     delta_net: DeltaNetConfig | None = None
@@ -142,11 +175,14 @@ class ModelConfig:
                 f"config.json: num_key_value_heads {self.num_key_value_heads} does not divide "
                 f"num_attention_heads {self.num_attention_heads}"
             )
-        if self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim:
-            turned = "" if self.rotary_share is None else f" turned by {self.rotary_dim} dimensions"
-            raise CheckpointError(
-                f"config.json: head_dim {self.head_dim}{turned} is odd; rotary embeddings need an even one"
-            )
+        if self.head_dim % 2:
+            raise CheckpointError(f"config.json: head_dim {self.head_dim} is odd; rotary embeddings need an even one")
+        for rope in self.ropes:
+            if (turned := rope.rotary_dim(self.head_dim)) % 2:
+                raise CheckpointError(
+                    f"config.json: partial_rotary_factor {rope.partial_rotary_factor} turns {turned} of "
+                    f"{self.head_dim} dimensions of a head; rotary embeddings need an even number"
+                )
 
     @cached_property
     def kv_groups(self) -> tuple[KvGroup, ...]:
@@ -157,11 +193,6 @@ class ModelConfig:
     def state_layers(self) -> tuple[int, ...]:
         """The layers that keep a recurrent state."""
         return () if self.delta_net is None else tuple(i for i, is_one in enumerate(self.delta_net.layers) if is_one)
-
-    @property
-    def rotary_dim(self) -> int:
-        """Dimensions of a head that rope turns."""
-        return self.head_dim if self.rotary_share is None else int(self.head_dim * self.rotary_share)
 
     @property
     def features(self) -> frozenset[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +27,7 @@ from engine.layers.linear import (
     Linear,
     Loader,
     Projection,
+    ProjectionNorm,
     RmsNorm,
     RowParallelLinear,
     VocabParallelEmbedding,
@@ -34,7 +35,7 @@ from engine.layers.linear import (
     VocabShard,
     takes_rounded,
 )
-from engine.layers.ops import Ops, TorchOps, gelu_mul
+from engine.layers.ops import gelu_mul
 from engine.models.config import ModelConfig
 from engine.quantization.interface import Rows
 
@@ -103,20 +104,17 @@ class SelfAttention:
         heads = loader.equal_share(config.num_attention_heads)
         kv_heads = config.kv_head_range(tp.rank, tp.size)
         self.num_heads, self.num_kv_heads = len(heads), len(kv_heads)
-        self.qkv = ColumnParallelLinear(
-            loader,
-            fused_projections(
-                name,
-                config.tensors.qkv,
-                [
-                    _head_columns(config.num_attention_heads, heads, config.head_dim * (1 + config.attention_gate)),
-                    _head_columns(config.num_key_value_heads, kv_heads, config.head_dim),
-                    _head_columns(config.num_key_value_heads, kv_heads, config.head_dim),
-                ],
-            ),
-            config.hidden_size,
-            config.attention_bias,
-        )
+        rope, gates = config.ropes[config.rope_of(layer)], int(config.attention_gate)
+        self._head_order = rope.head_order(config.head_dim)
+        q = _head_columns(config.num_attention_heads, heads, config.head_dim * (1 + gates))
+        kv = _head_columns(config.num_key_value_heads, kv_heads, config.head_dim)
+        q_proj, k_proj, v_proj = fused_projections(name, config.tensors.qkv, [q, kv, kv])
+        if self._head_order is not None:
+            behind = range(config.head_dim, config.head_dim * (1 + gates))
+            q_proj = replace(q_proj, head_order=(*self._head_order, *behind))
+            k_proj = replace(k_proj, head_order=self._head_order)
+        projections = [q_proj, k_proj, v_proj]
+        self.qkv = ColumnParallelLinear(loader, projections, config.hidden_size, config.attention_bias)
         self.out = RowParallelLinear(
             loader,
             f"{name}.o_proj",
@@ -125,9 +123,14 @@ class SelfAttention:
             config.attention_output_bias,
         )
         self.head_norm = self._load_head_norm(config, name, loader) if config.qk_norm else None  # [Hq + H, D]
+        self._whole_norm = (
+            ProjectionNorm(loader, name, [q, kv], config.rms_norm_eps, self._head_order, config.num_key_value_heads)
+            if config.projection_norm
+            else None
+        )
         self._eps = config.rms_norm_eps
         self._has_gate = config.attention_gate
-        self._ops: Ops = loader.ops if config.rotary_share is None else TorchOps()  # only torch turns a part of a head
+        self._ops = loader.ops
         self.layer = layer
         self.group = next(place for place, group in enumerate(config.kv_groups) if layer in group.layers)
         window = config.layer_windows[layer]
@@ -148,6 +151,8 @@ class SelfAttention:
     def __call__(self, x: Rows, context: StepContext) -> torch.Tensor:
         pages = context.kv.pages(self.layer)
         qkv = self.qkv(x)
+        if self._whole_norm is not None:
+            self._whole_norm(qkv)
         qkv, gate = self._split_gate(qkv.view(qkv.shape[0], -1, self._head_dim))
         q = self._ops.rotate_and_store(
             qkv,
@@ -185,7 +190,10 @@ class SelfAttention:
         """One row for each head, query heads first, so that both norms are one product."""
         size, eps = config.head_dim, config.rms_norm_eps
         q, k = (RmsNorm(loader, f"{name}.{which}_norm", size, eps, config.has_offset_norms).weight for which in "qk")
-        return torch.cat([q.expand(self.num_heads, -1), k.expand(self.num_kv_heads, -1)])
+        norm = torch.cat([q.expand(self.num_heads, -1), k.expand(self.num_kv_heads, -1)])
+        if self._head_order is None:
+            return norm
+        return norm.index_select(1, torch.tensor(self._head_order, device=norm.device))
 
 
 class StatefulMixer:
@@ -252,13 +260,19 @@ class DecoderLayer:
         self.mlp_norm = norm(config.norms.before_mlp)
         self.mlp = _mlp(config, layer, loader)
         self.mlp_output_norm = norm(config.norms.after_mlp)
+        self._scale = config.residual_scale
 
     def __call__(self, residual: torch.Tensor, add: torch.Tensor | None, context: StepContext) -> torch.Tensor:
         """Adds `add`, the output of the layer before, to the residual [T, E]; returns what is to be added next."""
         x = _normalize(self.input_norm, residual, add, self.attention.takes_rounded)
-        add = _normalize_output(self.output_norm, self.attention(x, context))
+        add = self._added(self.output_norm, self.attention(x, context))
         x = _normalize(self.mlp_norm, residual, add, self.mlp.takes_rounded)
-        return _normalize_output(self.mlp_output_norm, self.mlp(x))
+        return self._added(self.mlp_output_norm, self.mlp(x))
+
+    def _added(self, norm: RmsNorm | None, rows: torch.Tensor) -> torch.Tensor:
+        """The output of attention or MLP, as it is added to the residual. May change `rows`."""
+        rows = rows if norm is None else _unrounded(norm(rows))
+        return rows if self._scale is None else rows.mul_(self._scale)
 
 
 def _attention(config: ModelConfig, layer: int, loader: Loader) -> LayerAttention:
@@ -303,11 +317,6 @@ def _normalize(norm: RmsNorm | None, residual: torch.Tensor, add: torch.Tensor |
     return residual if add is None else residual.add_(add)
 
 
-def _normalize_output(norm: RmsNorm | None, rows: torch.Tensor) -> torch.Tensor:
-    """The output of attention or MLP, as it is added to the residual."""
-    return rows if norm is None else _unrounded(norm(rows))
-
-
 def _unrounded(rows: Rows) -> torch.Tensor:
     assert isinstance(rows, torch.Tensor), "rows are rounded that are added to the residual"
     return rows
@@ -328,7 +337,7 @@ class Decoder:
             self.layers.append(DecoderLayer(config, layer, loader))
             report(f"loading weights: {layer + 1} of {config.num_hidden_layers} layers")
         self.norm = RmsNorm(loader, "model.norm", config.hidden_size, config.rms_norm_eps, config.has_offset_norms)
-        self._softcap = config.logit_softcap
+        self._softcap, self._divisor = config.logit_softcap, config.logit_divisor
         head = embedding
         if not config.tie_word_embeddings:
             head = VocabShard(loader, "lm_head", config.vocab_size, config.hidden_size)
@@ -355,4 +364,6 @@ class Decoder:
         last = residual.index_select(0, rows)
         last_add = None if add is None else add.index_select(0, rows)
         logits = self.head(self.norm(last, last_add, takes_rounded(self.head.matrix)))
+        if self._divisor is not None:
+            logits = logits / self._divisor
         return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap

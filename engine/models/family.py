@@ -14,6 +14,8 @@ from cluster.errors import CheckpointError
 from engine.json_fields import Fields
 from engine.models.config import DTYPES, ROPE_TYPES, ModelConfig, RopeConfig
 
+COMMON_ROPE_TYPES = tuple(name for name in ROPE_TYPES if name != "longrope")
+"""Those that need nothing of a family's own."""
 Windows = tuple[int | None, ...]
 """`ModelConfig.layer_windows`."""
 
@@ -35,14 +37,15 @@ def read_decoder(
     *,
     head_dim: int | None = None,
     rope: RopeConfig | None = None,
+    rms_norm_eps: float = 1e-6,
     ties_embeddings: bool = False,
     activation_key: str = "hidden_act",
     activation: str = "silu",
 ) -> ModelConfig:
     """Reads the sizes of a plain decoder: no biases, norms before attention and MLP, one rope, no windows.
 
-    `head_dim` is the default, None: hidden_size over num_attention_heads; `rope`: instead of the one that config.json
-    has for all layers; `activation`: the only one that its family has.
+    `head_dim`, `rms_norm_eps` and `ties_embeddings` are defaults, None: hidden_size over num_attention_heads; `rope`:
+    instead of the one that config.json has for all layers; `activation`: the only one that its family has.
     """
     found = fields.get(activation_key)
     if found not in (None, activation):
@@ -63,7 +66,7 @@ def read_decoder(
         head_dim=fields.size("head_dim", head_dim or max(1, hidden_size // num_heads)),
         vocab_size=fields.size("vocab_size"),
         max_position_embeddings=fields.size("max_position_embeddings"),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rms_norm_eps=fields.number("rms_norm_eps", rms_norm_eps),
         rope=rope or read_rope(fields),
         tie_word_embeddings=fields.flag("tie_word_embeddings", default=ties_embeddings),
         dtype=_dtype(fields),
@@ -72,36 +75,24 @@ def read_decoder(
     )
 
 
-def read_rope(fields: Fields, rope_theta: float = 10000.0, *, is_partial: bool = False) -> RopeConfig:
-    """The rope of all layers: `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (transformers
-    4). `rope_theta` is the default; `is_partial`: what it turns of a head is for `rotary_share`."""
-    return rope_of(_rope_fields(fields), fields, fields.number("rope_theta", rope_theta), is_partial=is_partial)
+def read_rope(fields: Fields, rope_theta: float = 10000.0, partial: float | None = None) -> RopeConfig:
+    """Reads the rope of all layers: `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling`
+    (transformers 4). `rope_theta` and `partial` are defaults, as of `rope_of`."""
+    values = fields.within("rope_parameters" if fields.get("rope_parameters") else "rope_scaling")
+    return rope_of(values, fields, fields.number("rope_theta", rope_theta), partial)
 
 
-def rotary_share(fields: Fields, default: float) -> float | None:
-    """`partial_rotary_factor`, None where it is 1: the share of a head's dimensions that rope turns."""
-    key = "partial_rotary_factor"
-    share = _rope_fields(fields).number(key, fields.number(key, default))
-    if share > 1:
-        raise CheckpointError(f"config.json: {key} must be at most 1 (got {share})")
-    return None if share == 1 else share
+def rope_of(values: Fields, fields: Fields, rope_theta: float, partial: float | None = None) -> RopeConfig:
+    """Reads one rope's parameters.
 
-
-def _rope_fields(fields: Fields) -> Fields:
-    return fields.within("rope_parameters" if fields.get("rope_parameters") else "rope_scaling")
-
-
-def rope_of(values: Fields, fields: Fields, rope_theta: float, *, is_partial: bool = False) -> RopeConfig:
-    """Reads one rope's parameters. `fields` are those of config.json, where some stand; `rope_theta`: the default;
-    `is_partial`: as of `read_rope`."""
+    `fields` are those of config.json, where some stand; `rope_theta` is the default, and so is `partial`, the share of
+    a head's dimensions that is turned; None: the family turns all of them.
+    """
     rope_type = values.get("rope_type") or values.get("type") or "default"
-    if rope_type not in ROPE_TYPES:
+    if rope_type not in COMMON_ROPE_TYPES:
         raise CheckpointError(
-            f"config.json: rope_type {rope_type!r} is not supported; Baton computes {', '.join(ROPE_TYPES)}"
+            f"config.json: rope_type {rope_type!r} is not supported; Baton computes {', '.join(COMMON_ROPE_TYPES)}"
         )
-    for source in () if is_partial else (fields, values):
-        if (partial := source.get("partial_rotary_factor")) not in (None, 1.0):
-            raise CheckpointError(f"config.json: partial_rotary_factor {partial!r} is not supported; only 1.0 is")
     max_position_embeddings = fields.size("max_position_embeddings")
     original = fields if fields.get("original_max_position_embeddings") is not None else values
     scales = rope_type != "default"
@@ -119,7 +110,19 @@ def rope_of(values: Fields, fields: Fields, rope_theta: float, *, is_partial: bo
         mscale=values.optional_number("mscale"),
         mscale_all_dim=values.optional_number("mscale_all_dim"),
         truncate=values.flag("truncate", True),
+        partial_rotary_factor=read_partial(values, fields, partial),
     )
+
+
+def read_partial(values: Fields, fields: Fields, default: float | None) -> float:
+    """Reads `partial_rotary_factor`; a `default` of None: only 1 is supported."""
+    key = "partial_rotary_factor"
+    share = (values if values.get(key) is not None else fields).number(key, default or 1.0)
+    if default is None and share != 1.0:
+        raise CheckpointError(f"config.json: {key} {share!r} is not supported; only 1.0 is")
+    if share > 1.0:
+        raise CheckpointError(f"config.json: {key} must be at most 1 (got {share!r})")
+    return share
 
 
 def one_window(fields: Fields) -> Windows:

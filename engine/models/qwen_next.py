@@ -13,7 +13,7 @@ from cluster.kv_groups import STATE_WINDOW
 from engine.json_fields import Fields
 from engine.models.config import ModelConfig
 from engine.models.delta_net import read_delta_net
-from engine.models.family import ModelFamily, read_decoder, read_rope, rotary_share
+from engine.models.family import ModelFamily, read_decoder, read_rope
 from engine.models.qwen import read_experts
 
 _TYPES = ("linear_attention", "full_attention")
@@ -22,12 +22,11 @@ _TYPES = ("linear_attention", "full_attention")
 def _qwen3_next(fields: Fields) -> ModelConfig:
     has_bias, has_state = fields.flag("attention_bias"), _state_layers(fields)
     return replace(
-        read_decoder(fields, head_dim=256, rope=read_rope(fields, is_partial=True)),
+        read_decoder(fields, head_dim=256, rope=read_rope(fields, partial=0.25)),
         attention_bias=has_bias,
         attention_output_bias=has_bias,
         qk_norm=True,
         attention_gate=True,
-        rotary_share=rotary_share(fields, 0.25),
         has_offset_norms=True,
         layer_windows=tuple(STATE_WINDOW if is_one else None for is_one in has_state),
         delta_net=read_delta_net(fields, has_state) if any(has_state) else None,

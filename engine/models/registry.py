@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from cluster.errors import CheckpointError
 from engine.json_fields import Fields
-from engine.models import gemma, gpt_oss, llama, mixtral, qwen, qwen_next
+from engine.models import gemma, glm, gpt_oss, granite, llama, mixtral, olmo, phi, qwen, qwen_next, smollm
 from engine.models.config import ModelConfig
 from engine.models.family import ModelFamily
 
-FAMILIES: dict[str, ModelFamily] = {
-    family.architecture: family
-    for file in (llama, mixtral, qwen, qwen_next, gemma, gpt_oss)
-    for family in file.FAMILIES
-}
+_FILES = (llama, mixtral, qwen, qwen_next, gemma, phi, granite, olmo, glm, smollm, gpt_oss)
+FAMILIES: dict[str, ModelFamily] = {family.architecture: family for file in _FILES for family in file.FAMILIES}
 """By the first of config.json's `architectures`."""
 
 

@@ -91,7 +91,7 @@ def layer_vector_elements(config: ModelConfig, tp_size: int) -> int:
     """Elements of the norms and biases of one attending layer on one rank."""
     attended, kv = _head_widths(config, tp_size)
     count = len(config.norms.names) * config.hidden_size
-    if config.qk_norm:
+    if config.qk_norm or config.projection_norm:
         count += attended + kv
     if config.attention_bias:
         count += attended * (1 + config.attention_gate) + 2 * kv

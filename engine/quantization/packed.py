@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -126,6 +126,11 @@ class Codes:
     groups: Tensor  # int64 [I], on the CPU
     bits: int
 
+    def reorder(self, order: Tensor | None) -> Codes:
+        """Returns the same outputs in another order."""
+        codes, zeros, scales = (reorder(rows, order) for rows in (self.codes, self.zeros, self.scales))
+        return replace(self, codes=codes, zeros=zeros, scales=scales)
+
     def decode(self, out: Tensor) -> None:
         """Writes the weight [O, I]: exact in float32, to nearest in another type."""
         groups = self.groups.to(self.codes.device)
@@ -134,6 +139,11 @@ class Codes:
             weight = self.codes[rows].float()
             weight.sub_(self.zeros[rows].float()[:, groups]).mul_(self.scales[rows][:, groups])
             out[rows].copy_(weight)
+
+
+def reorder(rows: Tensor, order: Tensor | None) -> Tensor:
+    """Rows in an order, int64; None: as they are."""
+    return rows if order is None else rows.index_select(0, order)
 
 
 def keep_codes(parts: Sequence[Codes]) -> tuple[Quantized, Tensor | None] | None:

@@ -32,6 +32,13 @@ _CLASSES = {
     "gemma3": "Gemma3",
     "qwen3-next": "Qwen3Next",
     "gpt-oss": "GptOss",
+    "phi3": "Phi3",
+    "granite": "Granite",
+    "olmo2": "Olmo2",
+    "olmo3": "Olmo3",
+    "glm": "Glm",
+    "glm4": "Glm4",
+    "smollm3": "SmolLM3",
 }
 """What transformers' classes begin with."""
 
@@ -108,13 +115,113 @@ _KIND_FIELDS: dict[str, dict[str, Any]] = {
     },
     "gemma2": {"sliding_window": 24, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0},
     "gemma3": {"sliding_window": 24, "query_pre_attn_scalar": 24, "num_hidden_layers": 7, "sliding_window_pattern": 3},
+    "phi3": {"head_dim": None, "pad_token_id": EOS_TOKEN_ID, "sliding_window": 24},
+    "granite": {
+        "embedding_multiplier": 6.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 4.0,
+    },
+    "olmo2": {"pad_token_id": EOS_TOKEN_ID},
+    "olmo3": {"pad_token_id": EOS_TOKEN_ID, "sliding_window": 24},
+    "glm": {"pad_token_id": EOS_TOKEN_ID},
+    "glm4": {"pad_token_id": EOS_TOKEN_ID},
+    "smollm3": {"pad_token_id": EOS_TOKEN_ID},
 }
+
+_WIDE_HEADS = {"head_dim": 32}
+"""More than the hidden size over the number of heads."""
+_ONE_KV_HEAD = {"num_key_value_heads": 1}
+_SHORT_WINDOW = {"sliding_window": 5}
+"""Shorter than a block of 16 tokens."""
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.3],
+    "long_factor": [1.5, 2.5, 5.0],
+}
+
+FAMILY_CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama odd": ("llama", {**_WIDE_HEADS, **_ONE_KV_HEAD, "tie_word_embeddings": True}),
+    "llama biased": ("llama3-rope", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {}),
+    "mistral odd": ("mistral", {**_WIDE_HEADS, **_ONE_KV_HEAD, **_SHORT_WINDOW}),
+    "mixtral": ("mixtral", {}),
+    "mixtral odd": ("mixtral", {**_WIDE_HEADS, **_ONE_KV_HEAD, **_SHORT_WINDOW, "num_local_experts": 5}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 odd": ("qwen2", {**_ONE_KV_HEAD, **_SHORT_WINDOW, "use_sliding_window": True, "max_window_layers": 1}),
+    "qwen2-moe": ("qwen2-moe", {}),
+    "qwen2-moe odd": ("qwen2-moe", {**_ONE_KV_HEAD, "tie_word_embeddings": True, "num_experts": 7}),
+    "qwen3": ("qwen3", {}),
+    "qwen3 odd": ("qwen3", {**_WIDE_HEADS, **_ONE_KV_HEAD, "tie_word_embeddings": True, "attention_bias": True}),
+    "qwen3-moe": ("qwen3-moe", {}),
+    "qwen3-moe odd": ("qwen3-moe", {**_WIDE_HEADS, **_ONE_KV_HEAD, "tie_word_embeddings": True}),
+    "qwen3-next": ("qwen3-next", {}),
+    "qwen3-next odd": ("qwen3-next", {**_WIDE_HEADS, **_ONE_KV_HEAD, "tie_word_embeddings": True, "num_experts": 5}),
+    "gemma2": ("gemma2", {}),
+    "gemma2 odd": ("gemma2", {**_WIDE_HEADS, **_ONE_KV_HEAD, **_SHORT_WINDOW, "tie_word_embeddings": False}),
+    "gemma3": ("gemma3", {}),
+    "gemma3 odd": ("gemma3", {**_WIDE_HEADS, **_ONE_KV_HEAD, **_SHORT_WINDOW, "attention_bias": True}),
+    "phi3": ("phi3", {}),
+    "phi3 odd": ("phi3", {**_ONE_KV_HEAD, **_SHORT_WINDOW, "tie_word_embeddings": True}),
+    "phi3 partial": ("phi3", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75}}),
+    "phi3 longrope": (
+        "phi3",
+        {
+            "sliding_window": None,
+            "original_max_position_embeddings": 1200,
+            "max_position_embeddings": 4800,
+            "rope_parameters": _LONGROPE,
+        },
+    ),
+    "granite": ("granite", {}),
+    "granite odd": (
+        "granite",
+        {**_WIDE_HEADS, **_ONE_KV_HEAD, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ),
+    "olmo2": ("olmo2", {}),
+    "olmo2 odd": ("olmo2", {**_WIDE_HEADS, **_ONE_KV_HEAD, "tie_word_embeddings": True, "attention_bias": True}),
+    "olmo3": ("olmo3", {}),
+    "olmo3 odd": (
+        "olmo3",
+        {
+            **_WIDE_HEADS,
+            **_ONE_KV_HEAD,
+            **_SHORT_WINDOW,
+            "rope_parameters": {
+                "full_attention": _YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "glm": ("glm", {}),
+    "glm odd": ("glm", {**_WIDE_HEADS, **_ONE_KV_HEAD, "tie_word_embeddings": True, "attention_bias": False}),
+    "glm4": ("glm4", {}),
+    "glm4 odd": ("glm4", {**_WIDE_HEADS, **_ONE_KV_HEAD, "tie_word_embeddings": True}),
+    "smollm3": ("smollm3", {}),
+    "smollm3 odd": (
+        "smollm3",
+        {
+            **_WIDE_HEADS,
+            **_ONE_KV_HEAD,
+            **_SHORT_WINDOW,
+            "use_sliding_window": True,
+            "tie_word_embeddings": False,
+            "no_rope_layers": [0, 1, 1, 0],
+        },
+    ),
+}
+"""A kind and what is changed in it, for each family the usual first: what is served is compared with transformers on
+them (`tests/unit/engine/test_engine_families.py`), and is listed so in docs/models.md."""
 
 
 def make_checkpoint(
     kind: str, folder: str | Path, *, seed: int = 0, dtype: str = "float32", shard_size: str = "1GB", **overrides: Any
 ) -> Path:
-    """Writes a random model of `kind` (one of KINDS or GEMMA_KINDS) into `folder` and returns it.
+    """Writes a random model of `kind` (of KINDS, GEMMA_KINDS or FAMILY_CASES) into `folder` and returns it.
 
     `overrides` are fields of the transformers config class; `shard_size` such as `"200KB"` splits the weights into
     several files with an index.
