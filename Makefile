@@ -19,6 +19,7 @@
 #   make test-schema    schemathesis (.venv-schema) at the HTTP API of a running cluster for SECONDS=600
 #   make test-deploy    `ray up` on three machines made of namespaces; needs root, installs sshd and the like
 #   make test-prometheus  Prometheus over a running cluster: pages, alerts, the dashboard's queries
+#   make families       every family in all its odd configurations against transformers
 #   make smoke          every benchmark for a few seconds, Ray's autoscaler bringing a node, long batches, as tests
 #   make test-page      the page in headless Chromium, which is installed first; pictures go to build/page
 #   make docs-check     runs every block of commands and code in README.md and docs/
@@ -61,7 +62,7 @@ DEPLOY_TOOLS := sshd ssh rsync ip nsenter ps curl promtool
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: gpu gpu-check setup serve test check format lock proto model-check mutants simulate planted chaos chaos-failover soak malformed test-deploy test-page docs-check smoke bench clean deploy-tools test-prometheus test-clients test-schema bench-peer
+.PHONY: gpu gpu-check setup serve test families check format lock proto model-check mutants simulate planted chaos chaos-failover soak malformed test-deploy test-page docs-check smoke bench clean deploy-tools test-prometheus test-clients test-schema bench-peer
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -191,6 +192,9 @@ smoke: $(READY)
 	$(PY) -m pytest -q -m "battery or not battery" tests/integration/test_integration_benchmark.py \
 	  tests/integration/test_integration_growth.py tests/integration/test_integration_batches.py \
 	  tests/integration/test_integration_ray_memory.py tests/unit/engine/test_engine_triton_deterministic.py $(ARGS)
+
+families: $(READY)
+	$(PY) -m pytest -q -m "battery or not battery" tests/unit/engine/test_engine_families.py $(ARGS)
 
 malformed: $(READY)
 	$(PY) -m pytest -q -m "battery or not battery" tests/malformed $(ARGS)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import FAMILY_CASES, VOCAB_SIZE, make_checkpoint
-from engine_steps import make_runner, on_each_rank, run_in_chunks, scattered_table, step_of
+from engine_steps import held_bytes, make_runner, on_each_rank, run_in_chunks, scattered_table, step_of
 
-from engine.model_cost import weight_bytes
+from engine.model_cost import WeightForm, weight_bytes
 from engine.model_runner import ModelRunner
 from engine.models.folder import read_model
 from engine.models.registry import FAMILIES
@@ -94,17 +94,15 @@ def test_greedy_tokens_and_logits_are_those_of_transformers(model: Model) -> Non
 
 def test_ranks_compute_together_what_one_does(model: Model) -> None:
     """Two and four of them; KV heads are held by several where there are fewer. Each holds the bytes foretold."""
-    tokens, expected = (
-        model.sequences[-1][:TP_TOKENS],
-        run_in_chunks(make_runner(model.folder), model.sequences[-1][:TP_TOKENS], [TP_TOKENS]),
-    )
-    config = read_model(model.folder)
+    tokens, config = model.sequences[-1][:TP_TOKENS], read_model(model.folder)
+    expected = run_in_chunks(make_runner(model.folder), tokens, [TP_TOKENS])
     for size in (2, 4):
-        if not config.allows_tp_size(size):
-            continue
+        config.check_tp_size(size)
 
         def run(tp: TPGroup) -> torch.Tensor:
-            return run_in_chunks(make_runner(model.folder, tp=tp), tokens, [TP_TOKENS - 7, *[1] * 7])
+            runner = make_runner(model.folder, tp=tp)
+            assert weight_bytes(config, tp.size, WeightForm("float32")) == held_bytes(runner)
+            return run_in_chunks(runner, tokens, [TP_TOKENS - 7, *[1] * 7])
 
         for logits in on_each_rank(size, run):
             assert (logits - expected).abs().max() < NEAR, f"{size} ranks"
@@ -119,12 +117,9 @@ def test_weights_in_fewer_bits_stay_near(model: Model, quantization: str, within
         logits = run_in_chunks(runner, tokens, [TP_TOKENS - 7, *[1] * 7])
         error = (logits - exact).pow(2).mean(dim=1).sqrt().median()
         assert 0 < error < within * exact.pow(2).mean().sqrt(), dtype
-        assert weight_bytes(runner.config, 1, runner.weight_form) > 0
+        assert weight_bytes(runner.config, 1, runner.weight_form) == held_bytes(runner)
 
 
 def test_every_family_that_is_served_is_compared(tmp_path: Path) -> None:
-    served = {
-        read_model(make_checkpoint(kind, tmp_path / kind)).architecture
-        for kind in {k for k, _ in FAMILY_CASES.values()}
-    }
-    assert served == set(FAMILIES)
+    kinds = {kind for kind, _ in FAMILY_CASES.values()}
+    assert {read_model(make_checkpoint(kind, tmp_path / kind)).architecture for kind in kinds} == set(FAMILIES)
