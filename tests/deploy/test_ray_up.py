@@ -109,6 +109,29 @@ def test_stop_ends_what_serves_and_leaves_ray(site: RayUpSite) -> None:
     assert "choices" in site.complete()
 
 
+def test_each_role_has_machines_and_settings_of_its_own(site: RayUpSite) -> None:
+    expected = site.complete("KING HENRY:")["choices"]
+    site.baton("stop --address auto")
+    for role, machine, block_size in (("prefill", "one", 32), ("decode", "two", 8)):
+        site.serving["roles"][role] |= {
+            "placement": {"labels": [f"baton.example/machine={machine}"]},
+            "engine": {"block_size": block_size, "max_num_seqs": block_size},
+        }
+    site.write()
+    site.ray("up --no-restart -y cluster.yaml")
+    told = site.baton("serve --address auto --detach --config ~/ray_bootstrap_config.yaml")
+    assert "Baton is serving: 1 prefill + 2 decode workers" in told
+    assert site.complete("KING HENRY:")["choices"] == expected
+    where = {(w["role"], w["node"]) for w in site.workers() if w["state"] == "ready"}
+    assert where == {("prefill", "one"), ("decode", "two")}
+    site.set_ratio(2, 1)
+    site.ray("up --no-restart -y cluster.yaml")
+    until(lambda: site.ratio() == (2, 1), "a second prefill worker in the place of a decode worker", MOVED_S + UP_S)
+    where = {(w["role"], w["node"]) for w in site.workers() if w["state"] == "ready"}
+    assert where == {("prefill", "one"), ("decode", "two")}, "a worker took a role whose machines are others"
+    assert site.complete("KING HENRY:")["choices"] == expected
+
+
 def test_ray_down_ends_everything(site: RayUpSite) -> None:
     site.ray("down -y cluster.yaml")
     until(lambda: site.num_raylets() == 0, "no Ray on any machine", GONE_S)

@@ -10,6 +10,7 @@ import yaml
 from machines import ROOT, STORE, UP_S, Machine, Machines, put_on
 
 HTTP_PORT, PORT = 8000, 50051
+LABELS = "baton.example/serves=yes,baton.example/machine=$(hostname)"
 CALL_S = 180.0
 """How long a completion may take, workers that have to come up included."""
 
@@ -37,7 +38,7 @@ class RayUpSite:
 
     def _adapt(self) -> None:
         """These machines and their addresses, workers on other machines than the head, and a router on each."""
-        put_on(self.config, self.machines, head=STORE, worker=f"{STORE} --labels=baton.example/serves=yes")
+        put_on(self.config, self.machines, head=STORE, worker=f"{STORE} --labels={LABELS}")
         serving = self.serving
         serving["placement"] |= {"labels": ["baton.example/serves=yes"], "routers": "spread"}
         serving["router"] |= {"host": "0.0.0.0", "replicas": 3, "insecure": True, "queue_timeout_s": CALL_S}
