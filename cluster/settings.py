@@ -101,6 +101,8 @@ class WorkerSettings(JsonSettings):
     """Number of its GPU among those that the process sees; None: that of its rank, where it sees several."""
     tp_rank: int = 0
     tp_size: int = 1
+    expert_parallel: int = 1
+    """Groups of the ranks among which whole experts are divided."""
     leader: str | None = None
     """host:port of rank 0's rank server; None on rank 0 itself."""
     host: str = "127.0.0.1"

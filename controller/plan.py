@@ -158,6 +158,7 @@ def plan_worker(
             internal_tls=config.internal_tls,
             tp_rank=tp_rank,
             tp_size=tp_size,
+            expert_parallel=config.role(role).expert_parallel,
             metrics_port=0 if config.metrics.workers else None,
             step_log=step_log if tp_rank == 0 else None,
             insecure=config.router.insecure,

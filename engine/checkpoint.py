@@ -174,6 +174,10 @@ class Checkpoint:
         """A tensor that is there and its file, to begin an error with."""
         return f"{self._folder / self._file_of_tensor[name]}: tensor {name}"
 
+    def leave(self, prefix: str) -> None:
+        """Takes tensors whose names begin so for read: another rank reads them."""
+        self._unread = {name for name in self._unread if not name.startswith(prefix)}
+
     def discard_zeros(self, ending: str) -> None:
         """Counts tensors with this ending as read where they are nothing but zeros: adding them would do nothing."""
         for name in [name for name in self._unread if name.endswith(ending)]:

@@ -303,8 +303,9 @@ def _mlp_elements(config: ModelConfig, tp_size: int) -> int:
     dense = 0 if experts and all(experts.layers) else 3 * config.intermediate_size // tp_size
     if experts is None:
         return dense
-    inner = experts.num_per_token * experts.intermediate_size + experts.shared_intermediate_size
-    return max(dense, 3 * inner // tp_size + 2 * experts.num_per_token * config.hidden_size)
+    routed = experts.num_per_token * experts.intermediate_size * experts.num_groups
+    inner = (routed + experts.shared_intermediate_size) // tp_size
+    return max(dense, 3 * inner + 2 * experts.num_per_token * config.hidden_size)
 
 
 def _decide(demand: MemoryDemand, fitting: int) -> tuple[int, str]:

@@ -24,6 +24,7 @@ from engine.cuda_graphs import Capture, DecodeGraphs, choose_capture
 from engine.decode_inputs import DecodeInputs, choose_advance
 from engine.gguf_checkpoint import open_checkpoint
 from engine.kv.pool import KvCache
+from engine.layers.experts import RoutedExperts
 from engine.layers.linear import Loader
 from engine.layers.ops import choose_ops
 from engine.layers.rope import RopeTable
@@ -74,15 +75,16 @@ class ModelRunner:
         sampler: Sampler | None = None,
         open_weights: Callable[[Path], Checkpoint] = open_checkpoint,
         report: Callable[[str], None] | None = None,
+        expert_parallel: int = 1,
     ) -> None:
         """Decode steps of up to `graphs_up_to` sequences become CUDA graphs where that works, by `capture` if given.
         With a `sampler` they choose its tokens, too. Without `num_blocks` there is no KV pool until `make_pool`.
         `block_size`: None for what suits the attention. `deterministic`: a token's logits have the same bits in any
-        step, generated or as a part of a prompt.
+        step, generated or as a part of a prompt. `expert_parallel`: groups of ranks among which experts are divided.
 
         `open_weights` opens the weights, by default those of the folder's files.
         """
-        self.config = read_model(model_path)
+        self.config = read_model(model_path).with_expert_parallel(expert_parallel, tp.size)
         self.config.check_tp_size(tp.size)
         if deterministic:
             self.config.check_deterministic()
@@ -161,6 +163,8 @@ class ModelRunner:
         if capture is not None:
             width = -(-longest // self.block_size)
             self._graphs, self.graphs_reason = self._capture(capture, self._graphs_up_to, width)
+        for mlp in self._expert_mlps().values():
+            mlp.num_tokens.zero_()  # of rehearsals and captures
 
     def rehearsal(self, num_blocks: int, length: int) -> ModelRunner:
         """A runner with one layer of each kind of these weights and a small pool, for positions below `length`.
@@ -223,6 +227,15 @@ class ModelRunner:
         Where decode steps are captured it has one block more, the last, which belongs to no sequence.
         """
         return self._kv.pool
+
+    def expert_tokens(self) -> dict[int, list[int]]:
+        """Returns the tokens of each expert since the start, by layer. On a GPU it waits for what is under way."""
+        return {number: mlp.num_tokens.tolist() for number, mlp in self._expert_mlps().items()}
+
+    def _expert_mlps(self) -> dict[int, RoutedExperts]:
+        """By layer."""
+        mlps = enumerate(layer.mlp for layer in self._model.layers)
+        return {number: mlp for number, mlp in mlps if isinstance(mlp, RoutedExperts)}
 
     def forward(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """The logits of `run`."""

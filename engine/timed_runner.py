@@ -90,6 +90,10 @@ class TimedRunner:
         """The pool: [L, 2, N, block_size, 1, 1]."""
         return self._kv.pool
 
+    def expert_tokens(self) -> dict[int, list[int]]:
+        """Returns nothing: no expert computes."""
+        return {}
+
     def prepare(self, step: StepInput, sampled: Tensor | None, rows: Callable[[], Sequence[SampleRow]]) -> None:
         """Nothing: tokens are chosen by themselves."""
 

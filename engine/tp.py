@@ -53,6 +53,16 @@ class SingleGroup:
         """Leaves the tensor."""
 
 
+class ExpertSlices:
+    """The ranks of one of `num_groups` groups, which slice the same experts; sums are those of the whole worker, since
+    what experts give adds up over all ranks."""
+
+    def __init__(self, whole: TPGroup, num_groups: int) -> None:
+        self.size = whole.size // num_groups
+        self.rank = whole.rank % self.size
+        self.all_reduce, self.all_gather, self.broadcast = whole.all_reduce, whole.all_gather, whole.broadcast
+
+
 class ProcessGroupTP:
     """Ranks in processes of their own, over a ProcessGroupGloo or ProcessGroupNCCL that this object owns.
 

@@ -96,6 +96,7 @@ def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> Load
         graphs_up_to=0 if settings.engine.enforce_eager else settings.engine.num_seqs,
         sampler=sampler if settings.tp_rank == 0 else None,
         report=report,
+        expert_parallel=settings.expert_parallel,
     )
     plan = size_pool(resolved.demand, runner, tp)
     memory = make_pool(resolved.transports, runner.device, partial(runner.make_pool, plan.num_blocks))

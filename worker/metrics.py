@@ -10,6 +10,7 @@ import queue
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from cluster.tls import InternalTls
 from kv_transfer.transfer_engine import TransferEngine
 from worker import step_meter
 from worker.core import Core
+from worker.expert_metrics import EXPERT_METRICS, ExpertCollector
 from worker.handoff_metrics import HANDOFF_METRICS, HandoffMetrics
 from worker.peaks import Peak, PeakOnDemand, measure_cpu, overridden, peak_of_gpu
 from worker.resolved import Resolved
@@ -143,13 +145,18 @@ def serve_metrics(
     transfer_engine: TransferEngine,
     meter: StepMeter | None,
     tls: InternalTls | None,
+    expert_tokens: Callable[[], dict[int, list[int]]],
 ) -> MetricsPage | None:
-    """Serves the page where the settings ask for one. `transfer_engine`: rank 0's."""
+    """Serves the page where the settings ask for one. `transfer_engine`: rank 0's; `expert_tokens`: called on the
+    engine thread."""
     settings = resolved.settings
     if settings.metrics_port is None:
         return None
     held = HeldCollector(metrics, lambda: ask(core.inbox.post, lambda: held_by(core)), transfer_engine)
     metrics.registry.register(held)
+    if (experts := resolved.config.experts) is not None and not resolved.is_timed:
+        asked = partial(ask, core.inbox.post, expert_tokens)
+        metrics.registry.register(ExpertCollector(experts, settings.tp_size, asked))
     if meter is not None:
         meter.watch(metrics.registry, _peak_of(resolved, core), time.monotonic)
     return serve_beside(
@@ -223,7 +230,7 @@ This page is made from the code: `python -m worker.metrics > docs/metrics.md`.
 
 def reference() -> str:
     """docs/metrics.md."""
-    return render_reference(_INTRODUCTION, (*METRICS, *step_meter.METRICS))
+    return render_reference(_INTRODUCTION, (*METRICS, *EXPERT_METRICS, *step_meter.METRICS))
 
 
 if __name__ == "__main__":

@@ -154,7 +154,13 @@ class Leader(_Rank):
         self._report(f"a step is launched before the one before it is read: {'yes' if overlaps else f'no, {why_not}'}")
         core = self._core = self._make_core(plan, inbox, group, context, partial(loop.post, streams.dial), overlaps)
         page = self._metrics_page = serve_metrics(
-            resolved, core, context.metrics, loaded.transfer_engine, meter, self._tls
+            resolved,
+            core,
+            context.metrics,
+            loaded.transfer_engine,
+            meter,
+            self._tls,
+            loaded.runner.expert_tokens,
         )
         info = self._info(plan, hellos, "" if page is None else page.address)
         service = self._service = WorkerService(

@@ -160,6 +160,10 @@ class Runner(Protocol):
         """One step; `on_layer(n)` is called when its first n layers are written, with `sampled` as of `step` below."""
         ...
 
+    def expert_tokens(self) -> dict[int, list[int]]:
+        """Returns the tokens of each expert since the start, by layer."""
+        ...
+
 
 class RankExecutor:
     """The compute and transfer sides of one rank."""

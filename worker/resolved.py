@@ -153,7 +153,7 @@ def resolve(settings: WorkerSettings) -> Resolved:
     if settings.engine.timed_steps.is_on:
         return _resolve_timed(settings)
     device = resolve_device(settings.engine.device)
-    config = read_model(settings.model.path)
+    config = read_model(settings.model.path).with_expert_parallel(settings.expert_parallel, settings.tp_size)
     if settings.engine.deterministic:
         config.check_deterministic()
     dtype = resolve_dtype(config, settings.model.dtype, device)

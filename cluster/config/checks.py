@@ -178,6 +178,13 @@ def _check_role(config: ServingConfig, name: RoleName) -> Iterator[ConfigFinding
             f"tensor_parallel {role.tensor_parallel}; use {role.num_workers}",
             (f"{prefix}.devices", f"{prefix}.tensor_parallel"),
         )
+    if role.tensor_parallel % role.expert_parallel:
+        sizes = [str(n) for n in range(1, role.tensor_parallel + 1) if role.tensor_parallel % n == 0]
+        yield ConfigFinding(
+            f"{prefix}.expert_parallel",
+            f"{role.expert_parallel} does not divide tensor_parallel {role.tensor_parallel}; use {' or '.join(sizes)}",
+            (f"{prefix}.tensor_parallel",),
+        )
     yield from _check_short_names(config, name)
     engine = config.engine_of(name)
     tokens, block_size = engine.kv_cache_tokens, engine.block_size
@@ -315,14 +322,15 @@ def _check_agreement(config: ServingConfig) -> Iterator[ConfigFinding]:
             if one != other:
                 why = f"engine.deterministic is true, and they do not give a token the same bits; use {one}"
                 yield _disagreement(config, key, why, ("engine.deterministic",))
-        sizes = [config.role(role).tensor_parallel for role in ROLES]
-        if sizes[0] != sizes[1]:
-            yield ConfigFinding(
-                "roles.prefill.tensor_parallel",
-                f"{sizes[0]} ranks add other sums than decode's {sizes[1]}, and engine.deterministic is true; use "
-                f"{sizes[1]}",
-                ("roles.decode.tensor_parallel", "engine.deterministic"),
-            )
+        for key, parts in (("tensor_parallel", "ranks"), ("expert_parallel", "groups of ranks")):
+            sizes = [getattr(config.role(role), key) for role in ROLES]
+            if sizes[0] != sizes[1]:
+                yield ConfigFinding(
+                    f"roles.prefill.{key}",
+                    f"{sizes[0]} {parts} add other sums than decode's {sizes[1]}, and engine.deterministic is true; "
+                    f"use {sizes[1]}",
+                    (f"roles.decode.{key}", "engine.deterministic"),
+                )
 
 
 def _disagreement(config: ServingConfig, key: str, why: str, rests_on: tuple[str, ...] = ()) -> ConfigFinding:

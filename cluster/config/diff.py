@@ -79,7 +79,9 @@ def role_differences(config: ServingConfig) -> dict[str, tuple[Any, Any]]:
 
 
 def _of_role(config: ServingConfig, role: RoleName) -> dict[str, Any]:
-    values = {"tensor_parallel": config.role(role).tensor_parallel, "placement.labels": config.labels_of(role)}
+    own = config.role(role)
+    values: dict[str, Any] = {key: getattr(own, key) for key in ("tensor_parallel", "expert_parallel")}
+    values["placement.labels"] = config.labels_of(role)
     values |= leaves(config.model_of(role), "model") | leaves(config.engine_of(role), "engine")
     return {key: value for key, value in values.items() if key not in _POOL_KEYS}
 

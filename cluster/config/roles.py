@@ -40,6 +40,9 @@ class RoleSection:
     and nothing is handed off; that serves more on a single device."""
     tensor_parallel: int = bounded(1, at_least=1, at_most=1024, is_run_time=True)
     """Devices of one worker; must divide `devices`."""
+    expert_parallel: int = bounded(1, at_least=1, at_most=1024, is_run_time=True)
+    """Groups of a worker's devices among which the experts of a model are divided whole; each expert is sliced over the
+    devices of its group. Must divide `tensor_parallel`; 1: every expert is sliced over all of them."""
     min_workers: int = bounded(1, at_least=0, at_most=65_536, is_run_time=True)
     """A change of the ratio never leaves fewer workers than this."""
     block_size: int | None = bounded(None, at_least=1, at_most=4096, is_run_time=True)

@@ -41,7 +41,7 @@ def separate_expert(name: str, names: ExpertNames, sizes: tuple[int, int], loade
 
 @dataclass(frozen=True)
 class StackedWeights:
-    """Those of all experts in the model's type."""
+    """Those of a rank's experts in the model's type, N of them."""
 
     gate_up: Tensor  # [N, 2 W, E]
     down: Tensor  # [N, E, W]
@@ -49,19 +49,20 @@ class StackedWeights:
     down_bias: Tensor | None  # [N, E]
 
 
-def stacked_weights(name: str, config: ExpertsConfig, sizes: tuple[int, int], loader: Loader) -> StackedWeights:
-    """Those of the layer whose experts' tensors begin with `name`."""
-    count = config.num_experts
+def stacked_weights(
+    name: str, held: Sequence[int], config: ExpertsConfig, sizes: tuple[int, int], loader: Loader
+) -> StackedWeights:
+    """Those of this rank's experts, `held`, of the layer whose experts' tensors begin with `name`."""
+    count = len(held)
     if not config.is_interleaved:
-        experts = [_slices(f"{name}.{n}", config.names, sizes, loader) for n in range(count)]
+        experts = [_slices(f"{name}.{n}", config.names, sizes, loader) for n in held]
         gate_up = loader.stack([part for gate, up, _ in experts for part in (gate, up)])
         down = loader.stack([down for *_, down in experts])
         return StackedWeights(gate_up.view(count, -1, sizes[0]), down.view(count, sizes[0], -1), None, None)
     experts_of = InterleavedExperts(name, config, sizes, loader)
-    biases = [experts_of.biases(n) for n in range(count)]
+    biases = [experts_of.biases(n) for n in held]
     gate_up, down = (
-        torch.stack([_numbers(read(n), loader.dtype) for n in range(count)])
-        for read in (experts_of.gate_up, experts_of.down)
+        torch.stack([_numbers(read(n), loader.dtype) for n in held]) for read in (experts_of.gate_up, experts_of.down)
     )
     return StackedWeights(gate_up, down, *(_stack([pair[side] for pair in biases]) for side in (0, 1)))
 

@@ -8,7 +8,9 @@ Legend: T tokens, E hidden_size, N experts, K experts that a token chooses, W wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import ctypes
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -23,6 +25,7 @@ from engine.models.experts import ExpertNames, ExpertsConfig
 from engine.native import Native
 from engine.native.structures import CLAMPED, SILU, NativeExperts, NativeGate, NativeMatrix
 from engine.quantization.interface import Matrix, Rows, make_matrix, native_tiles
+from engine.tp import ExpertSlices
 
 Gated = Callable[[Tensor], Tensor]
 """The middle of a gated linear unit."""
@@ -44,15 +47,18 @@ class SeparateExperts:
     """Experts that are multiplied with by themselves, in whatever form their weights are kept; where all are laid out
     for Baton's kernels, in one product."""
 
-    def __init__(self, name: str, sizes: tuple[int, int], config: ExpertsConfig, loader: Loader) -> None:
-        """`name`: what the tensors of all of them begin with."""
-        gated, count = _gated(config, loader), range(config.num_experts)
+    def __init__(
+        self, name: str, held: Sequence[int], sizes: tuple[int, int], config: ExpertsConfig, loader: Loader
+    ) -> None:
+        """`name`: what the tensors of all of them begin with; `held`: the numbers of those that this rank has."""
+        gated = _gated(config, loader)
         if config.is_interleaved:
             stacked = InterleavedExperts(name, config, sizes, loader)
-            self.experts = [Expert(*stacked.expert(n), gated) for n in count]
+            self.experts = [Expert(*stacked.expert(n), gated) for n in held]
         else:
-            self.experts = [Expert(*separate_expert(f"{name}.{n}", config.names, sizes, loader), gated) for n in count]
-        self.native = _native(self.experts, config, loader)
+            self.experts = [Expert(*separate_expert(f"{name}.{n}", config.names, sizes, loader), gated) for n in held]
+        self._by_number = dict(zip(held, self.experts, strict=True))
+        self.native = _native(self._by_number, config, loader)
         """As Baton's kernels read them; None: they do not."""
 
     @property
@@ -63,9 +69,9 @@ class SeparateExperts:
     def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """[T, E] through the experts `chosen`, int64 [T, K], times `shares`, float32 [T, K]: float32 [T, E]."""
         out = torch.zeros(x.shape, dtype=torch.float32)
-        for expert in sorted(set(chosen.flatten().tolist())):
-            rows, choice = (chosen == expert).nonzero(as_tuple=True)
-            out.index_add_(0, rows, self.experts[expert](x[rows]) * shares[rows, choice, None])
+        for number in sorted(set(chosen.flatten().tolist()) & self._by_number.keys()):
+            rows, choice = (chosen == number).nonzero(as_tuple=True)
+            out.index_add_(0, rows, self._by_number[number](x[rows]) * shares[rows, choice, None])
         return out
 
 
@@ -75,25 +81,31 @@ class StackedExperts:
     native: NativeExperts | None = None
     linears: Sequence[Linear] = ()
 
-    def __init__(self, name: str, sizes: tuple[int, int], config: ExpertsConfig, loader: Loader) -> None:
+    def __init__(
+        self, name: str, held: Sequence[int], sizes: tuple[int, int], config: ExpertsConfig, loader: Loader
+    ) -> None:
         """Raises ConfigError for what torch's grouped product does not take."""
         _check_grouped(sizes, loader)
-        self._weights = stacked_weights(name, config, sizes, loader)
+        self._place = None if len(held) == config.num_experts else _places(held, config, loader.device)
+        self._weights = stacked_weights(name, held, config, sizes, loader)
         self._gated = _gated(config, loader)
 
     def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """As of `SeparateExperts`."""
-        weights = self._weights
-        experts, order = chosen.flatten().sort(stable=True)
-        all_experts = torch.arange(len(weights.gate_up), device=x.device)
+        weights, count = self._weights, len(self._weights.gate_up)
+        place = chosen if self._place is None else self._place[chosen]
+        experts, order = place.flatten().sort(stable=True)
+        all_experts = torch.arange(count, device=x.device)
         ends = torch.searchsorted(experts, all_experts, right=True).int()
         gate_up = torch._grouped_mm(x[order // chosen.shape[1]], weights.gate_up.transpose(1, 2), offs=ends)
         if weights.gate_up_bias is not None:
-            gate_up = gate_up + weights.gate_up_bias[experts]
+            gate_up = gate_up + weights.gate_up_bias[experts.clamp(max=count - 1)]
         outputs = torch._grouped_mm(self._gated(gate_up), weights.down.transpose(1, 2), offs=ends)
         if weights.down_bias is not None:
-            outputs = outputs + weights.down_bias[experts]
+            outputs = outputs + weights.down_bias[experts.clamp(max=count - 1)]
         of_choices = torch.empty_like(outputs).index_copy_(0, order, outputs).view(*chosen.shape, -1)
+        if self._place is not None:
+            of_choices.masked_fill_((place == count).unsqueeze(-1), 0.0)
         return (of_choices * shares.unsqueeze(-1)).sum(dim=1)
 
 
@@ -114,7 +126,17 @@ class RoutedExperts:
             loader.stack([bias]) if config.has_biases else None,
         )
         kind = SeparateExperts if loader.device.type == "cpu" else StackedExperts
-        self.experts = kind(f"{name}.experts", (hidden_size, config.intermediate_size), config, loader)
+        held = config.held_by(loader.tp.rank, loader.tp.size, layer)
+        sizes = hidden_size, config.intermediate_size
+        slices = replace(loader, tp=ExpertSlices(loader.tp, config.num_groups))
+        self.experts = kind(f"{name}.experts", held, sizes, config, slices)
+        for n in range(config.num_experts):
+            if n not in held:
+                loader.checkpoint.leave(f"{name}.experts.{n}.")
+        self.num_tokens = torch.zeros(config.num_experts, dtype=torch.int64, device=loader.device)
+        """Tokens that each expert got, those of other ranks included; of CUDA graphs also what pads their steps."""
+        if self.experts.native is not None:
+            self.experts.native.tokens = self.num_tokens.data_ptr()
         self.shared: Expert | None = None
         """The expert that every token takes."""
         if config.shared_intermediate_size:
@@ -142,7 +164,9 @@ class RoutedExperts:
         if self.experts.native is not None and isinstance(self._kernels, Native):
             out = self._kernels.experts(x, logits, self.experts.native, shared, gate)
         else:
-            mixed = self.experts(x, *self._choose(logits))
+            chosen, shares = self._choose(logits)
+            self.num_tokens.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
+            mixed = self.experts(x, chosen, shares)
             out = (mixed if shared is None or gate is None else mixed + gate.sigmoid() * shared).to(x.dtype)
         self._tp.all_reduce(out)
         return out
@@ -174,11 +198,19 @@ def _unrounded(name: str, shape: tuple[int, int], loader: Loader) -> Matrix:
     return make_matrix(loader.stack([TensorSlice(name, shape)]), loader.kernels)
 
 
-def _native(experts: Sequence[Expert], config: ExpertsConfig, loader: Loader) -> NativeExperts | None:
+def _places(held: Sequence[int], config: ExpertsConfig, device: torch.device) -> Tensor:
+    """int64 [N]: where an expert stands among those of this rank; those of other ranks stand behind all of them."""
+    places = torch.full((config.num_experts,), len(held), dtype=torch.int64, device=device)
+    places[list(held)] = torch.arange(len(held), device=device)
+    return places
+
+
+def _native(held: Mapping[int, Expert], config: ExpertsConfig, loader: Loader) -> NativeExperts | None:
     """None where some weights are not laid out for Baton's kernels, or they compute in another type."""
     if loader.dtype != torch.bfloat16:
         return None
     sides = []
+    experts = held.values()
     for linears in ([expert.gate_up for expert in experts], [expert.down for expert in experts]):
         tiles = [native_tiles(linear.matrix) for linear in linears]
         if None in tiles or len({(tile.kind, tile.group) for tile in tiles if tile is not None}) > 1:
@@ -194,7 +226,9 @@ def _native(experts: Sequence[Expert], config: ExpertsConfig, loader: Loader) ->
         )
     gate = config.clamped_gate
     gating = NativeGate(SILU) if gate is None else NativeGate(CLAMPED, gate.limit, gate.alpha)
-    return NativeExperts(*sides, len(experts), config.num_per_token, config.normalizes, gating)
+    order = {number: place for place, number in enumerate(held)}
+    places = (ctypes.c_int32 * config.num_experts)(*[order.get(n, -1) for n in range(config.num_experts)])
+    return NativeExperts(*sides, config.num_experts, config.num_per_token, config.normalizes, gating, places)
 
 
 def _check_grouped(sizes: tuple[int, int], loader: Loader) -> None:
@@ -210,5 +244,6 @@ def _check_grouped(sizes: tuple[int, int], loader: Loader) -> None:
     if hidden % _MULTIPLE or inner % _MULTIPLE:
         raise ConfigError(
             f"tensor_parallel: {loader.tp.size} leaves each rank {inner} columns of an expert, over {hidden} inputs; "
-            f"on a GPU torch multiplies multiples of {_MULTIPLE}: set a smaller tensor_parallel"
+            f"on a GPU torch multiplies multiples of {_MULTIPLE}: set a smaller tensor_parallel, or "
+            "a larger expert_parallel"
         )

@@ -6,7 +6,7 @@ nothing of files, weights, devices or serving, and loads no torch.
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
@@ -237,24 +237,35 @@ class ModelConfig:
         """Whether query heads and MLP columns split evenly, and KV heads split or replicate evenly."""
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         splits_kv = kv_heads % tp_size == 0 or tp_size % kv_heads == 0
-        splits_states = self.delta_net is None or self.delta_net.num_key_heads % tp_size == 0
+        slices = tp_size if self.experts is None else -(-tp_size // self.experts.num_groups)
         splits_mlps = not any(size % tp_size for size in self._inner_sizes())
+        splits_mlps = splits_mlps and (self.experts is None or self.experts.intermediate_size % slices == 0)
+        splits_states = self.delta_net is None or self.delta_net.num_key_heads % tp_size == 0
         return heads % tp_size == 0 and splits_kv and splits_states and splits_mlps
 
+    def with_expert_parallel(self, num_groups: int, tp_size: int) -> ModelConfig:
+        """Returns the model with its experts divided among groups of the ranks. Raises ConfigError."""
+        if self.experts is None:
+            if num_groups != 1:
+                raise ConfigError(f"expert_parallel: {num_groups}, and {self.architecture} has no experts; use 1")
+            return self
+        return replace(self, experts=self.experts.in_groups(num_groups, tp_size))
+
     def _inner_sizes(self) -> list[int]:
-        """Sizes of the MLPs that the model has."""
+        """Sizes of the MLPs that every rank has a slice of."""
         experts = self.experts
         if experts is None:
             return [self.intermediate_size]
         dense = [] if all(experts.layers) else [self.intermediate_size]
-        return [*dense, experts.intermediate_size, experts.shared_intermediate_size]
+        return [*dense, experts.shared_intermediate_size]
 
     def check_tp_size(self, tp_size: int) -> None:
         """Raises ConfigError naming the sizes that work."""
         if self.allows_tp_size(tp_size):
             return
         sizes = [str(n) for n in range(1, self.num_attention_heads + 1) if self.allows_tp_size(n)]
-        inner = ", ".join(str(size) for size in self._inner_sizes() if size)
+        routed = [self.experts.intermediate_size] if self.experts else []
+        inner = ", ".join(str(size) for size in [*self._inner_sizes(), *routed] if size)
         choices = " or ".join([", ".join(sizes[:-1]), sizes[-1]] if len(sizes) > 1 else sizes)
         states = "" if self.delta_net is None else f", {self.delta_net.num_key_heads} key heads of states"
         raise ConfigError(

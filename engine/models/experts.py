@@ -5,9 +5,9 @@ Knows no weights and loads no torch; `engine.layers.experts` computes them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from cluster.errors import CheckpointError
+from cluster.errors import CheckpointError, ConfigError
 from engine.json_fields import Fields
 
 
@@ -51,6 +51,32 @@ class ExpertsConfig:
     the outputs of gate and up in turn."""
     clamped_gate: ClampedGate | None = None
     """None: SwiGLU's."""
+    num_groups: int = 1
+    """Groups of a worker's ranks, each of which has some experts to itself, sliced over its own ranks; not of the
+    model, but of how it is served."""
+
+    def in_groups(self, num_groups: int, tp_size: int) -> ExpertsConfig:
+        """Returns it for as many groups of the ranks. Raises ConfigError with the numbers that work."""
+        fitting = [n for n in range(1, min(tp_size, self.num_experts) + 1) if tp_size % n == 0]
+        if num_groups not in fitting:
+            raise ConfigError(
+                f"expert_parallel: {num_groups} groups of {tp_size} ranks (tensor_parallel) cannot share "
+                f"{self.num_experts} experts; use {' or '.join(map(str, fitting))}"
+            )
+        return replace(self, num_groups=num_groups)
+
+    def held_by(self, tp_rank: int, tp_size: int, layer: int) -> tuple[int, ...]:
+        """Returns a layer's experts of a rank: those of its group, of which the first ones have one more where the
+        groups do not divide them."""
+        group = tp_rank * self.num_groups // tp_size
+        each, more = divmod(self.num_experts, self.num_groups)
+        start = group * each + min(group, more)
+        return tuple(range(start, start + each + (group < more)))
+
+    @property
+    def most_held(self) -> int:
+        """Experts of the rank that has most."""
+        return -(-self.num_experts // self.num_groups)
 
     @property
     def num_layers(self) -> int:

@@ -64,7 +64,8 @@ def layer_matrices(config: ModelConfig, tp_size: int) -> list[MatrixShape]:
     if experts is None:
         return matrices
     count = experts.num_layers
-    routed = _mlp_matrices(experts.intermediate_size, count * experts.num_experts, config, tp_size)
+    slices = tp_size // experts.num_groups
+    routed = _mlp_matrices(experts.intermediate_size, count * experts.most_held, config, slices)
     matrices += [replace(matrix, is_expert=True) for matrix in routed]
     matrices.append(MatrixShape(experts.num_experts, hidden, count, is_rounded=False))
     if shared := experts.shared_intermediate_size:
@@ -73,12 +74,12 @@ def layer_matrices(config: ModelConfig, tp_size: int) -> list[MatrixShape]:
     return matrices
 
 
-def _mlp_matrices(inner: int, count: int, config: ModelConfig, tp_size: int) -> list[MatrixShape]:
-    """Of as many MLPs whose middle is `inner` wide on all ranks together."""
-    width, hidden = inner // tp_size, config.hidden_size
+def _mlp_matrices(inner: int, count: int, config: ModelConfig, num_ranks: int) -> list[MatrixShape]:
+    """Of as many MLPs whose middle is `inner` wide on as many ranks together."""
+    width, hidden = inner // num_ranks, config.hidden_size
     return [
         MatrixShape(2 * width, hidden, count, is_packed=True),
-        MatrixShape(hidden, width, count, is_packed=True, num_ranks=tp_size),
+        MatrixShape(hidden, width, count, is_packed=True, num_ranks=num_ranks),
     ]
 
 
@@ -118,8 +119,8 @@ def expert_vector_elements(config: ModelConfig, tp_size: int) -> int:
     experts = config.experts
     if experts is None or not experts.has_biases:
         return 0
-    of_expert = 2 * experts.intermediate_size // tp_size + config.hidden_size
-    return experts.num_layers * experts.num_experts * (1 + of_expert)
+    of_expert = 2 * experts.intermediate_size * experts.num_groups // tp_size + config.hidden_size
+    return experts.num_layers * (experts.num_experts + experts.most_held * of_expert)
 
 
 def _head_widths(config: ModelConfig, tp_size: int) -> tuple[int, int]:

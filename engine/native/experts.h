@@ -24,11 +24,13 @@ std::unique_ptr<T[]> room(int64_t size) {
 
 // As engine.native lays it out.
 struct Experts {
-  const Matrix* gate_up;  // [N]
-  const Matrix* down;     // [N]
+  const Matrix* gate_up;  // of the experts that this rank has
+  const Matrix* down;
   int64_t count, per_token;
   int64_t normalizes;  // whether the shares of a token's experts add up to one
   Gate gating;
+  const int32_t* places;  // [N]: where the matrices of an expert are, -1 for those of other ranks
+  int64_t* tokens;        // [N]: the tokens that each expert got are added to it
 
   int64_t hidden() const { return down->weight.outputs; }
   int64_t width() const { return down->weight.width; }
@@ -36,7 +38,9 @@ struct Experts {
 
 // Memory of the experts of one step; each layer may use it again.
 struct ExpertsRoom {
-  std::unique_ptr<int32_t[]> chosen, place, token;  // [C]: the expert of a choice; where it stands in order; whose it is
+  // [C]: the expert of a choice; where it stands in order, -1 if another rank has its expert; whose it is
+  std::unique_ptr<int32_t[]> chosen, place, token;
+  int64_t placed = 0;  // choices whose experts this rank has
   std::unique_ptr<float[]> shares;                  // [C]
   std::vector<Part> gate_up_parts, down_parts;
   std::unique_ptr<bfloat16[]> gathered, gate_up, gated;  // [C, E], [C, 2 W], [C, W]
@@ -78,21 +82,25 @@ inline void choose(const Experts& e, const float* logits, int32_t* chosen, float
   for (int64_t k = 0; k < e.per_token; ++k) shares[k] *= scale;
 }
 
-// Puts the choices of all tokens in the order of their experts, by one thread.
+// Puts the choices of all tokens in the order of their experts, but for those that other ranks have, by one thread.
 inline void order(const Experts& e, ExpertsRoom& r, int64_t choices) {
   std::vector<int64_t> starts(e.count + 1);
-  for (int64_t c = 0; c < choices; ++c) ++starts[r.chosen[c] + 1];
+  for (int64_t c = 0; c < choices; ++c) {
+    ++e.tokens[r.chosen[c]];
+    if (e.places[r.chosen[c]] >= 0) ++starts[r.chosen[c] + 1];
+  }
   r.gate_up_parts.clear(), r.down_parts.clear();
   for (int64_t n = 0; n < e.count; ++n) {
-    const int64_t count = starts[n + 1];
+    const int64_t count = starts[n + 1], place = e.places[n];
     starts[n + 1] += starts[n];
     if (!count) continue;
-    r.gate_up_parts.push_back({&e.gate_up[n].weight, e.gate_up[n].bias, starts[n], count});
-    r.down_parts.push_back({&e.down[n].weight, e.down[n].bias, starts[n], count});
+    r.gate_up_parts.push_back({&e.gate_up[place].weight, e.gate_up[place].bias, starts[n], count});
+    r.down_parts.push_back({&e.down[place].weight, e.down[place].bias, starts[n], count});
   }
+  r.placed = starts[e.count];
   for (int64_t c = 0; c < choices; ++c) {
-    r.place[c] = static_cast<int32_t>(starts[r.chosen[c]]++);
-    r.token[r.place[c]] = static_cast<int32_t>(c / e.per_token);
+    r.place[c] = e.places[r.chosen[c]] < 0 ? -1 : static_cast<int32_t>(starts[r.chosen[c]]++);
+    if (r.place[c] >= 0) r.token[r.place[c]] = static_cast<int32_t>(c / e.per_token);
   }
 }
 
@@ -103,6 +111,7 @@ inline void mix(const Experts& e, const ExpertsRoom& r, int64_t t, const bfloat1
   const int64_t hidden = e.hidden();
   std::fill(sum, sum + hidden, 0.0f);
   for (int64_t c = t * e.per_token; c < (t + 1) * e.per_token; ++c) {
+    if (r.place[c] < 0) continue;
     const float* from = &r.added[r.place[c] * hidden];
     const float share = r.shares[c];
 #pragma omp simd
@@ -123,15 +132,17 @@ inline void run_experts(const Experts& e, ExpertsRoom& r, const bfloat16* x, con
     choose(e, logits + t * e.count, &r.chosen[t * e.per_token], &r.shares[t * e.per_token]);
 #pragma omp single
   order(e, r, choices);
+  const int64_t placed = r.placed;
+  if (!placed) return;
 #pragma omp for schedule(static)
-  for (int64_t c = 0; c < choices; ++c) {
+  for (int64_t c = 0; c < placed; ++c) {
     std::memcpy(&r.gathered[c * hidden], x + r.token[c] * hidden, hidden * sizeof(bfloat16));
     if (first.rounds()) round_token(&r.gathered[c * hidden], hidden, c, first.inputs, r.rows(nullptr));
   }
   const int64_t parts = r.gate_up_parts.size();
   multiply(r.gate_up_parts.data(), parts, r.rows(r.gathered.get()), r.gate_up.get(), taken[0]);
 #pragma omp for schedule(static)
-  for (int64_t c = 0; c < choices; ++c) {
+  for (int64_t c = 0; c < placed; ++c) {
     bfloat16* to = &r.gated[c * width];
     gate(e.gating, &r.gate_up[2 * c * width], to, width);
     if (second.rounds()) round_token(to, width, c, second.inputs, r.rows(nullptr));

@@ -91,12 +91,16 @@ class NativeGate(ctypes.Structure):
 
 
 class NativeExperts(ctypes.Structure):
-    """The experts of a layer, N of each matrix. All `gate_up` are of one size and format, and all `down`."""
+    """The experts of a layer, N of them, and matrices of those that this rank holds. `places`: int32 [N], where the
+    matrices of an expert are, -1 for those of other ranks; `tokens`: int64 [N], to which each expert's are added. All
+    `gate_up` are of one size and format, and all `down`."""
 
     _fields_ = (
         *((name, ctypes.POINTER(NativeMatrix)) for name in ("gate_up", "down")),
         *((name, _COUNT) for name in ("count", "per_token", "normalizes")),
         ("gating", NativeGate),
+        ("places", ctypes.POINTER(ctypes.c_int32)),
+        ("tokens", _POINTER),
     )
 
 

@@ -43,6 +43,7 @@ def make_runner(
     open_weights: Callable[[Path], Checkpoint] = open_checkpoint,
     sampler: Sampler | None = None,
     report: Callable[[str], None] | None = None,
+    expert_parallel: int = 1,
 ) -> ModelRunner:
     return ModelRunner(
         path,
@@ -61,6 +62,7 @@ def make_runner(
         open_weights=open_weights,
         sampler=sampler,
         report=report,
+        expert_parallel=expert_parallel,
     )
 
 
@@ -158,7 +160,8 @@ def on_each_rank(size: int, work: Callable[[TPGroup], Result]) -> list[Result]:
 
 
 def held_bytes(runner: ModelRunner) -> int:
-    """Of a runner's weights, counted and not computed. A tensor packed by oneDNN does not say its bytes."""
+    """Of a runner's weights, but for what counts tokens; counted and not computed. A tensor packed by oneDNN does not
+    say its bytes."""
     return sum(tensor.numel() * tensor.dtype.itemsize for tensor in _tensors_of(runner._model, {}))
 
 
@@ -170,5 +173,5 @@ def _tensors_of(thing: Any, seen: dict[int, torch.Tensor]) -> Iterable[torch.Ten
         for part in thing:
             _tensors_of(part, seen)
     elif type(thing).__module__.startswith("engine.") and hasattr(thing, "__dict__"):
-        _tensors_of(list(vars(thing).values()), seen)
+        _tensors_of([value for name, value in vars(thing).items() if name != "num_tokens"], seen)
     return seen.values()

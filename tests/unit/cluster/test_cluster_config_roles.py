@@ -118,6 +118,18 @@ def test_what_must_agree_between_the_roles_is_refused_with_both_values(sections:
     assert why in problem(**{**sections, "model": model})
 
 
+def test_groups_of_experts_divide_the_devices_of_a_worker() -> None:
+    why = problem(roles={"decode": {"devices": 4, "tensor_parallel": 4, "expert_parallel": 3}})
+    assert "roles.decode.expert_parallel: 3 does not divide tensor_parallel 4; use 1 or 2 or 4" in why
+    sizes = {"devices": 4, "tensor_parallel": 4}
+    roles = {"prefill": sizes, "decode": {**sizes, "expert_parallel": 2}}
+    why = problem(roles=roles, engine={"deterministic": True})
+    assert "roles.prefill.expert_parallel: 1 groups of ranks add other sums than decode's 2" in why
+    config = parse(roles=roles)
+    assert {rank.expert_parallel for rank in plan_worker(config, "decode").ranks} == {2}
+    assert role_differences(config) == {"expert_parallel": (1, 2)}
+
+
 def test_prefill_without_workers_has_nothing_to_agree_on() -> None:
     parse(roles={"prefill": {"devices": 0, "min_workers": 0}, "decode": {"engine": {"kv_cache_dtype": "int8"}}})
 

@@ -90,11 +90,11 @@ def stacked(folder: Path, **options: Any) -> StackedExperts:
     """Those of the last layer as they are on a GPU, in the machine's memory."""
     config, device = read_model(folder), torch.device("cpu")
     assert config.experts is not None
-    name = f"model.layers.3.{config.experts.names.block}.experts"
+    name, held = f"model.layers.3.{config.experts.names.block}.experts", range(config.experts.num_experts)
     with Checkpoint(folder) as checkpoint:
         loader = Loader(checkpoint, SingleGroup(), device, torch.bfloat16, None, "none", None, False, TorchOps())
         sizes = config.hidden_size, config.experts.intermediate_size
-        return StackedExperts(name, sizes, config.experts, replace(loader, **options))
+        return StackedExperts(name, held, sizes, config.experts, replace(loader, **options))
 
 
 @pytest.mark.parametrize("kind", KINDS)
