@@ -163,6 +163,10 @@ def _worker(
 ) -> tuple[WorkerSpec, FileCurve | None]:
     """A worker, and its curve if it was measured. Raises ConfigError."""
     if (model is None) == (options.steps is None):
+        if device.profile is not None and model is None and options.steps is None:
+            raise ConfigError(
+                "--profile: name its model, too, with --model: a profile does not say how large its KV is"
+            )
         raise ConfigError("--model, --steps: name a model to compute the steps of, or a file of measured ones")
     found, curve = _computed(device, options, model) if model is not None else _stepping(options, shapes)
     block = options.block_size

@@ -148,5 +148,7 @@ def test_one_command_takes_requests_and_a_curve_and_prints_percentiles(tmp_path:
     assert "TPOT" in baton("simulate", *options, "--ratio", "1:1").stdout
     both = baton("simulate", *options, "--model", "llama-3.1-8b")
     assert both.exit_code == 3 and "name a model to compute the steps of, or a file" in both.stderr
+    alone = baton("simulate", *options[:2], "--profile", str(curve))
+    assert alone.exit_code == 3 and "--profile: name its model, too, with --model" in alone.stderr
     unsized = baton("simulate", *options[:4])
     assert unsized.exit_code == 3 and "with --kv-tokens" in unsized.stderr
