@@ -8,8 +8,8 @@ from engine.models import gemma, glm, gpt_oss, granite, llama, mixtral, olmo, ph
 from engine.models.config import ModelConfig
 from engine.models.family import ModelFamily
 
-_FILES = (llama, mixtral, qwen, qwen_next, gemma, phi, granite, olmo, glm, smollm, gpt_oss)
-FAMILIES: dict[str, ModelFamily] = {family.architecture: family for file in _FILES for family in file.FAMILIES}
+FILES = (llama, mixtral, qwen, qwen_next, gemma, phi, granite, olmo, glm, smollm, gpt_oss)
+FAMILIES: dict[str, ModelFamily] = {family.architecture: family for file in FILES for family in file.FAMILIES}
 """By the first of config.json's `architectures`."""
 
 

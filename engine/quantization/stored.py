@@ -18,7 +18,7 @@ Stored = Packing | Scaling | Blocks | Microscaling
 MXFP4."""
 
 _WHERE = "config.json: quantization_config"
-_METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "fbgemm_fp8", "mxfp4", "gguf")
+METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "fbgemm_fp8", "mxfp4", "gguf")
 _BITS = {"awq": (4,), "gptq": (4, 8), "compressed-tensors": (4, 8)}
 _LAYOUTS: dict[Method, tuple[str, ...]] = {"awq": ("gemm",), "gptq": ("gptq", "gptq_v2")}
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
@@ -31,7 +31,7 @@ def read_stored(fields: Fields) -> Stored | None:
     if fields.get("quantization_config") is None:
         return None
     values = fields.within("quantization_config")
-    method = _one_of(values, "quant_method", _METHODS)
+    method = _one_of(values, "quant_method", METHODS)
     if method == "compressed-tensors":
         return _compressed(values)
     if method == "fp8":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -13,6 +14,7 @@ from engine.attention.registry import ATTENTION_BACKENDS
 from engine.kv.pool import KV_CACHE_DTYPES
 from engine.layers.ops import KERNELS_NAMES
 from engine.models.config import DTYPES
+from engine.models.reference import render_models
 from engine.quantization.interface import weight_formats
 from engine.sampling.params import SamplingParams
 
@@ -41,3 +43,8 @@ def test_a_sampling_parameter_has_one_name_on_the_wire_and_in_the_engine() -> No
     parameters = on_wire - constraints - kept_by_the_router - {"params", "stopping", "grammar"}
 
     assert parameters == {field.name for field in dataclasses.fields(SamplingParams)} - {"constraint"}
+
+
+def test_the_page_of_models_is_what_their_files_say() -> None:
+    page = Path(__file__).parents[3] / "docs" / "models.md"
+    assert page.read_text() == render_models(), "python -m engine.models.reference > docs/models.md"
