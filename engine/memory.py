@@ -8,13 +8,14 @@ The plan is arithmetic over a `MemoryDemand`. It is made twice: before a start, 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from cluster.errors import ConfigError
 from cluster.kv_groups import STATE_VALUE_BYTES, KvGroup
+from cluster.text import format_bytes
 from engine.kv.pool import KV_CACHE_DTYPES, POOL_DTYPES
 from engine.model_cost import WeightForm, kv_bytes_per_token, kv_layer_bytes, largest_matrix_elements, weight_bytes
 from engine.models.config import DTYPES, ModelConfig
@@ -255,6 +256,8 @@ def plan_memory(demand: MemoryDemand, *, free_bytes: int, activations: Activatio
     """
     budget = int(free_bytes * demand.memory_utilization)
     left = budget - demand.weight_bytes - activations.size_bytes - demand.reserved_bytes
+    if demand.weight_bytes + demand.reserved_bytes > budget:
+        raise ConfigError(_too_large(demand, budget))
     num_blocks, decided_by = _decide(demand, max(0, left // demand.block_bytes))
     return MemoryPlan(
         free_bytes=free_bytes,
@@ -272,6 +275,23 @@ def plan_memory(demand: MemoryDemand, *, free_bytes: int, activations: Activatio
         max_model_len=demand.max_model_len,
         groups=demand.config.kv_groups,
     )
+
+
+def _too_large(demand: MemoryDemand, budget: int) -> str:
+    """Says what would hold the model: on GPUs, of which each rank has one, the tensor_parallel."""
+    taken = demand.weight_bytes + demand.reserved_bytes
+    what = (
+        f"model.path: weights of {format_bytes(demand.weight_bytes)}, and {format_bytes(demand.reserved_bytes)} beside "
+        f"them, do not fit in the {format_bytes(budget)} that each rank may take, with tensor_parallel "
+        f"{demand.tp_size} and engine.memory_utilization {demand.memory_utilization:g}"
+    )
+    if not demand.device.startswith("cuda"):
+        return f"{what}: free {format_bytes(taken - budget)} more, or set model.quantization"
+    for tp_size in range(demand.tp_size + 1, demand.config.num_attention_heads + 1):
+        more = replace(demand, tp_size=tp_size)
+        if demand.config.allows_tp_size(tp_size) and more.weight_bytes + more.reserved_bytes <= budget:
+            return f"{what}: set tensor_parallel to at least {tp_size}, or model.quantization"
+    return f"{what}: no tensor_parallel holds it on such GPUs; set model.quantization, or use larger ones"
 
 
 def estimate_activations(demand: MemoryDemand, why: str) -> Activations:

@@ -209,16 +209,16 @@ def explain_memory(settings: WorkerSettings, mean_tokens: int | None) -> dict[st
 
 
 def _explain_all(workers: list[WorkerSettings], mean_tokens: int | None) -> int:
-    explained = []
+    explained, problems, code = [], [], ExitCode.DONE
     for settings in workers:
         try:
             explained.append(explain_memory(settings, mean_tokens))
         except BatonError as error:
-            print(f"error: {settings.role} workers: {error}", file=sys.stderr)
+            problems.append(f"{settings.role} workers: {error}")
             is_config = isinstance(error, ConfigError | CheckpointError)
-            return ExitCode.BAD_CONFIG if is_config else ExitCode.FAILED
-    print(json.dumps(explained))
-    return ExitCode.DONE
+            code = ExitCode.BAD_CONFIG if is_config and code is not ExitCode.FAILED else ExitCode.FAILED
+    print(f"error: {'; '.join(problems)}" if problems else json.dumps(explained), file=sys.stderr if problems else None)
+    return code
 
 
 def main(arguments: list[str]) -> int:

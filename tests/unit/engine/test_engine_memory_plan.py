@@ -127,7 +127,7 @@ def test_a_pool_that_cannot_hold_one_request_is_refused_with_the_number_that_fit
     assert "max_model_len to at most 992" in message and "kv_cache_tokens to at least 2048" in message
 
 
-@pytest.mark.parametrize("free_bytes", [9_000_000, 0])
+@pytest.mark.parametrize("free_bytes", [9_000_000, 3_000_000])
 def test_memory_that_cannot_hold_one_request_is_refused_with_the_number_that_fits(
     free_bytes: int, config: ModelConfig
 ) -> None:
@@ -179,3 +179,26 @@ def test_weights_in_fp8_are_unpacked_on_every_cpu_and_count_so(config: ModelConf
 def test_weights_that_kernels_multiply_as_they_are_take_nothing_more(config: ModelConfig) -> None:
     plain, tiled = (demand_of(config, quantization=name, is_tiled=True) for name in ("none", "int4"))
     assert estimate_activations(plain, "") == estimate_activations(tiled, "")
+
+
+def needed(demand: MemoryDemand) -> int:
+    return demand.weight_bytes + demand.reserved_bytes
+
+
+def test_a_model_that_is_larger_than_a_gpu_is_refused_with_the_ranks_that_hold_it(config: ModelConfig) -> None:
+    one, two = (demand_of(config, device="cuda", tp_size=size) for size in (1, 2))
+    between = (needed(one) + needed(two)) // 2
+
+    def refusal(free_bytes: int) -> str:
+        with pytest.raises(ConfigError) as refused:
+            plan_memory(one, free_bytes=int(free_bytes / 0.9), activations=estimate_activations(one, ""))
+        return refused.value.message
+
+    assert "model.path: weights of " in refusal(between)
+    assert refusal(between).endswith("set tensor_parallel to at least 2, or model.quantization")
+    assert "no tensor_parallel holds it on such GPUs" in refusal(GIB // 2)
+
+
+def test_a_model_that_is_larger_than_a_machine_is_refused_with_what_is_missing(config: ModelConfig) -> None:
+    with pytest.raises(ConfigError, match=r"model.path: weights of .* do not fit in .*: free [\d.]+ \w+ more"):
+        plan_of(config, free_bytes=1_000_000)
