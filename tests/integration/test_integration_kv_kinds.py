@@ -24,7 +24,7 @@ from workers import Output, Worker, hand_off, merged, running, sampling
 from cluster.lifecycle import RequestKey
 from cluster.pb import worker_pb2
 from engine.kv.block_manager import BlockManager
-from engine.models.config import ModelConfig
+from engine.models.folder import read_model
 from engine.sampling.params import SamplingParams
 
 NUM_TOKENS = 14
@@ -152,7 +152,7 @@ def _how(n: int) -> worker_pb2.Sampling:
 def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Fleet]]:
     kind = request.param
     folder = make_checkpoint(kind, tmp_path_factory.mktemp(kind), **(KINDS | FAMILIES)[kind])
-    config = ModelConfig.from_folder(folder)
+    config = read_model(folder)
     sizes = list(itertools.product(("prefill", "decode"), *(TP_SIZES, BLOCK_SIZES)))
     sizes = [size for size in sizes if config.allows_tp_size(size[1])]
     workers = [
