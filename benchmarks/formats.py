@@ -1,13 +1,16 @@
 """What each numeric format takes, gives and costs: bytes, tokens a second, and how much worse the model predicts.
 
     python benchmarks/formats.py --json [--model DIR]
+    python benchmarks/formats.py --checkpoints
 
 The bundled model is asked to predict the part of its text that it was not trained on; M is random and predicts nothing,
-so only its size and its speed say something. benchmarks/README.md says how to read it.
+so only its size and its speed say something. With --checkpoints the bundled model is converted to each format that a
+checkpoint may have (`tests/support/converted.py`). benchmarks/README.md says how to read it.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -34,8 +37,9 @@ from benchmarks.engine import BLOCK_SIZE, CONTEXT, Bench, steps_per_second
 from benchmarks.make_model import Shape, make_model
 from benchmarks.plain_cluster import ROOT
 from cluster.errors import BatonError
+from cluster.model_folder import weight_files
 from cluster.program import ExitCode
-from engine.model_cost import kv_bytes_per_token, weight_bytes
+from engine.model_cost import describe_weights, kv_bytes_per_token, weight_bytes
 from engine.step_input import SequenceSlice, build_step
 
 BUNDLED_MODEL = ROOT / "models" / "tiny-shakespeare"
@@ -94,6 +98,41 @@ def measure(model: Path, token_ids: list[int] | None, rounds: int, show: Callabl
     return rows
 
 
+def measure_checkpoints(model: Path, token_ids: list[int], rounds: int, show: Callable[..., Any]) -> dict[str, Any]:
+    """One row for each format of a checkpoint, loaded as it is by default and computed in bfloat16."""
+    sys.path.append(str(ROOT / "tests" / "support"))
+    converted = importlib.import_module("converted")
+    wanted = {"max_tokens": max(max(BATCH_SIZES) * (CONTEXT + BLOCK_SIZE), WINDOW), "dtype": "bfloat16"}
+    rows: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="baton-benchmark-") as folder:
+        found = list(converted.convert(model, Path(folder)))
+        for name, checkpoint, said in show([("bfloat16", model, model), *found], description="checkpoints"):
+            bench, exact = Bench(checkpoint, **wanted), Bench(said, **{**wanted, "dtype": "float32"})
+            files = weight_files(checkpoint)
+            rows[name] = {
+                "file_bytes": sum(file.stat().st_size for file in files),
+                "weight_bytes": weight_bytes(bench.config, 1, bench.runner.weight_form),
+                "kept": describe_weights(bench.config, 1, bench.runner.weight_form).split(";")[0],
+                "tok_s": {str(n): round(n * steps_per_second(bench, n, rounds), 1) for n in BATCH_SIZES},
+                "perplexity": round(perplexity(bench, token_ids), 3),
+                "exact_perplexity": round(perplexity(exact, token_ids), 3),
+            }
+    return rows
+
+
+def _checkpoint_table(rows: dict[str, Any]) -> Table:
+    table = Table(title="checkpoints of the bundled model, computed in bfloat16; exact: what they say, in float32")
+    rates = [f"tok/s, {n}" for n in BATCH_SIZES]
+    for column in ("checkpoint", "file, MB", "memory, MB", *rates, "perplexity", "exact", "layers"):
+        table.add_column(column)
+    for name, row in rows.items():
+        sizes = [f"{row[which] / 1e6:,.1f}" for which in ("file_bytes", "weight_bytes")]
+        speeds = [f"{row['tok_s'][str(n)]:,.0f}" for n in BATCH_SIZES]
+        losses = [f"{row[which]:.3f}" for which in ("perplexity", "exact_perplexity")]
+        table.add_row(name, *sizes, *speeds, *losses, row["kept"])
+    return table
+
+
 def _table(title: str, rows: dict[str, Any]) -> Table:
     table = Table(title=f"{title}: weights in MB, bytes of KV a token, tokens a second by sequences")
     for column in ("format", "MB", "KV, B", *(f"tok/s, {n}" for n in BATCH_SIZES), "perplexity"):
@@ -110,6 +149,7 @@ def main(
     text: Annotated[Path, typer.Option(help="What the bundled model, or DIR, is to predict.")] = HELD_OUT,
     threads: Annotated[int | None, typer.Option(min=1, help="Without it: every core.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rates are medians of so many.")] = 5,
+    checkpoints: Annotated[bool, typer.Option(help="The bundled model in each format of a checkpoint.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
     """Compares the numeric formats on this machine's CPU."""
@@ -121,7 +161,11 @@ def main(
 
     values: dict[str, Any] = {}
     try:
-        if model is not None:
+        if checkpoints:
+            values["checkpoints"] = measure_checkpoints(
+                BUNDLED_MODEL, held_out_tokens(BUNDLED_MODEL, text), rounds, show
+            )
+        elif model is not None:
             values[model.name] = measure(model, held_out_tokens(model, text), rounds, show)
         else:
             tokens = held_out_tokens(BUNDLED_MODEL, text)
@@ -135,7 +179,7 @@ def main(
         print(json.dumps(values))
         return
     for name, rows in values.items():
-        Console().print(_table(name, rows))
+        Console().print(_checkpoint_table(rows) if checkpoints else _table(name, rows))
 
 
 if __name__ == "__main__":

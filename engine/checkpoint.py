@@ -238,6 +238,9 @@ class Checkpoint:
         self._handles[file] = handle
         names: list[str] = handle.keys()
         for name in names:
+            if name in self._file_of_tensor:
+                other = self._file_of_tensor[name]
+                raise CheckpointError(f"{path}: tensor {name} is in {other} as well; remove one of the two files")
             self._file_of_tensor[name] = file
             self._unread.add(name)
 

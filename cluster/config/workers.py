@@ -23,8 +23,9 @@ class ModelSection:
     """The checkpoint that is served."""
 
     path: str = field(metadata=shared("both compute the tokens of one request"))
-    """Hugging Face folder with config.json, *.safetensors and tokenizer.json; a relative path starts at the folder of
-    this file. While the cluster runs it may change to one that differs in its weights only."""
+    """Hugging Face folder with config.json, *.safetensors and tokenizer.json, or a .gguf file (docs/formats.md says
+    what is read); a relative path starts at the folder of this file. While the cluster runs it may change to one that
+    differs in its weights only."""
     name: str | None = field(default=None, metadata=shared("clients know one model"))
     """Name that clients use; null: the folder's name. Clients go on using the one with which the cluster began."""
     dtype: choices.DtypeName = "auto"
@@ -36,7 +37,8 @@ class ModelSection:
     and slow. fp8 takes half as well and is for GPUs: those that multiply in it (compute capability 8.9 and newer) round
     activations too, older ones with Triton do not. Layers that a checkpoint has in 4 bits stay so with int4, and with
     none on GPUs with Triton and on a processor where dtype is bfloat16 and Baton's own kernels multiply it, as far as a
-    rank's share has whole groups of 32 inputs; so does int8 by outputs. Others, and fp8, are decoded first."""
+    rank's share has whole groups of 32 inputs; so does int8 by outputs. Others, and fp8, are decoded first:
+    docs/formats.md."""
     max_model_len: int | None = bounded(
         None, at_least=1, at_most=2**24, is_fixed=True, shared_why="a request begins on one and ends on the other"
     )

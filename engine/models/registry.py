@@ -18,6 +18,11 @@ def read_config(fields: Fields) -> ModelConfig:
     naming the field and what is supported."""
     names = fields.get("architectures") or []
     name = names[0] if isinstance(names, list) and names else None
+    if name not in FAMILIES and fields.get("auto_map"):
+        raise CheckpointError(
+            f"config.json: architecture {name!r} is computed by code that the checkpoint brings along (auto_map), "
+            f"which Baton never runs; it serves {', '.join(FAMILIES)} by its own"
+        )
     if name not in FAMILIES:
         raise CheckpointError(
             f"config.json: architecture {name!r} is not supported; Baton serves {', '.join(FAMILIES)}"

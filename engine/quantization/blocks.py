@@ -1,9 +1,9 @@
 """Weights of a GGUF file, which has them in blocks: 32 or 256 inputs of an output with their scales.
 
 Q8_0, Q4_0 and Q4_K are kept in their bits where kernels multiply with them, in the forms of
-`engine.quantization.integers`. The first two lose nothing by that. Scales and minima of Q4_K are products of two
-numbers in the file, and are rounded to float16: by 2^-11 of themselves, less than decoding to bfloat16 rounds weights.
-Other types are decoded.
+`engine.quantization.integers`; Q5_0 becomes bytes there. All but Q4_K lose nothing by that. Its scales and minima are
+products of two numbers in the file, and are rounded to float16: by 2^-11 of themselves, less than decoding to bfloat16
+rounds weights. Other types are decoded.
 
 Legend: O outputs, I inputs, B blocks, G groups of 32 inputs.
 """
@@ -27,7 +27,7 @@ from engine.quantization.interface import Kernels, TritonProducts
 
 GROUP = 32
 """Inputs that share a scale in the types that are kept."""
-_OF_FOUR_BITS, _OF_EIGHT_BITS = frozenset({"Q4_0", "Q4_K"}), frozenset({"Q8_0"})
+_OF_FOUR_BITS, _OF_EIGHT_BITS = frozenset({"Q4_0", "Q4_K"}), frozenset({"Q8_0", "Q5_0"})
 _MOST_ZERO = 60_000.0
 """A group whose minimum is so many steps away is nothing but its minimum, as far as float16 goes."""
 
@@ -100,7 +100,7 @@ def keep_blocks(
 def _unpack(checkpoint: GgufCheckpoint, part: TensorSlice) -> tuple[npt.NDArray, npt.NDArray, npt.NDArray]:  # type: ignore[type-arg]
     """Codes [O, I], float32 scales [O, G] and what is taken off codes, float32 [O, G], of a slice."""
     raw, offset = checkpoint.raw_blocks(part)
-    unpack = {"Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_K": _q4_k}[checkpoint.type_of(part.name)]
+    unpack = {"Q8_0": _q8_0, "Q5_0": _q5_0, "Q4_0": _q4_0, "Q4_K": _q4_k}[checkpoint.type_of(part.name)]
     codes, scales, zeros = unpack(raw)
     count = part.local_shape[1]
     groups = slice(offset // GROUP, (offset + count) // GROUP)
@@ -123,6 +123,14 @@ def _q8_0(raw: Bytes) -> Unpacked:
     """A scale, and 32 signed bytes."""
     scales = _float16(raw, 0)
     return np.ascontiguousarray(raw[:, :, 2:]).view(np.int8), scales, np.zeros_like(scales)
+
+
+def _q5_0(raw: Bytes) -> Unpacked:
+    """A scale, the highest bits of 32 codes, and their others as in Q4_0; each plus 16."""
+    scales = _float16(raw, 0)
+    pairs, high = raw[:, :, 6:], np.unpackbits(raw[:, :, 2:6], axis=2, bitorder="little")
+    codes = np.concatenate((pairs & 15, pairs >> 4), axis=2) | high << 4
+    return (codes.astype(np.int16) - 16).astype(np.int8), scales, np.zeros_like(scales)
 
 
 def _q4_0(raw: Bytes) -> Unpacked:

@@ -75,7 +75,7 @@ def write_gguf(folder: Path, target: Path, kind: str | TypeOf = "F32", replaced:
         writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     type_of = kind if callable(kind) else lambda name: kind
     for name, tensor in stored_tensors(folder).items():
-        wanted = type_of(name) if tensor.ndim == 2 else "F32"
+        wanted = _that_fits(type_of(name), tensor.shape[1]) if tensor.ndim == 2 else "F32"
         raw = encode(tensor, wanted)
         writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType[wanted])
     writer.write_header_to_file()
@@ -152,6 +152,11 @@ def encode(values: Floats, kind: str) -> Any:
         packed = np.stack([(_q4_k if kind == "Q4_K" else _q6_k)(block) for block in blocks])
         return packed.reshape(len(values), -1)
     return values if kind == "F32" else gguf.quantize(values, gguf.GGMLQuantizationType[kind])
+
+
+def _that_fits(kind: str, num_columns: int) -> str:
+    """The type that llama.cpp takes instead, where rows are no whole blocks of 256."""
+    return {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}.get(kind, kind) if num_columns % 256 else kind
 
 
 def _q4_k(block: Floats) -> Bytes:

@@ -104,6 +104,15 @@ def pack_layer(
         zeros[:] = top // 2
     scales = (rng.uniform(0.5, 1.5, (num_groups, num_outputs)) * 4 / top / num_inputs**0.5).astype(np.float16)
     weight = (codes - zeros[groups]).astype(np.float32) * scales.astype(np.float32)[groups]
+    return packed_tensors(fmt, codes, zeros, scales, groups), torch.from_numpy(weight.T.copy())
+
+
+def packed_tensors(
+    fmt: Format, codes: np.ndarray, zeros: np.ndarray, scales: np.ndarray, groups: np.ndarray
+) -> Tensors:
+    """The tensors of one linear layer by the end of their names, from codes [I, O], zero points and float16 scales
+    [G, O], and the group of each input [I]."""
+    num_inputs, num_outputs = codes.shape
     tensors = {"scales": torch.from_numpy(scales)}
     if fmt.method == "compressed-tensors":
         shape = torch.tensor([num_outputs, num_inputs])
@@ -121,7 +130,7 @@ def pack_layer(
             words -= 0x11111111 if fmt.bits == 4 else 0x01010101
         tensors |= {"qweight": pack(codes.T, fmt.bits).T.contiguous(), "qzeros": words}
         tensors["g_idx"] = torch.from_numpy(groups.astype(np.int32))
-    return tensors, torch.from_numpy(weight.T.copy())
+    return tensors
 
 
 def _scale_layer(fmt: Format, num_outputs: int, num_inputs: int, seed: int) -> tuple[Tensors, torch.Tensor]:
@@ -136,10 +145,13 @@ def _scale_layer(fmt: Format, num_outputs: int, num_inputs: int, seed: int) -> t
         codes, scales, whole = (values * 500).round().clamp(-127, 127).to(torch.int8), scales / 500, whole / 500
     else:
         codes = values.to(torch.float8_e4m3fn)
-    is_one = scales.numel() == 1
+    return scaled_tensors(fmt, codes, scales), codes.float() * whole
+
+
+def scaled_tensors(fmt: Format, codes: torch.Tensor, scales: torch.Tensor) -> Tensors:
+    """The same of eight bits: codes [O, I] and scales [blocks of outputs, blocks of inputs]."""
     name = "weight_scale_inv" if fmt.method == "fp8" and fmt.block else "weight_scale"
-    tensors = {"weight": codes, name: scales.flatten() if is_one else scales, "input_scale": torch.ones(())}
-    return tensors, codes.float() * whole
+    return {"weight": codes, name: scales.flatten() if scales.numel() == 1 else scales, "input_scale": torch.ones(())}
 
 
 def _int4_steps(num_outputs: int, num_inputs: int) -> torch.Tensor:

@@ -148,6 +148,18 @@ def test_a_shard_that_is_not_there_is_named(sharded: Path) -> None:
     assert f"{path}: no such file" in _refusal(sharded)
 
 
+@pytest.mark.parametrize("has_index", [True, False])
+def test_a_tensor_that_is_in_two_files_is_named_with_both(sharded: Path, has_index: bool) -> None:
+    first, second = sorted(sharded.glob("*.safetensors"))[:2]
+    tensors = load_file(second)
+    name = min(load_file(first))
+    save_file({**tensors, name: load_file(first)[name]}, second, metadata={"format": "pt"})
+    if not has_index:
+        (sharded / INDEX_NAME).unlink()
+
+    assert f"{second}: tensor {name} is in {first.name} as well" in _refusal(sharded)
+
+
 def test_a_tensor_that_is_not_where_the_index_places_it_is_named(sharded: Path) -> None:
     index = json.loads((sharded / INDEX_NAME).read_text())
     index["weight_map"][Q_PROJ] = index["weight_map"]["lm_head.weight"]

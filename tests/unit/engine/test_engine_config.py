@@ -115,6 +115,10 @@ def test_a_head_dim_that_is_absent_follows_from_the_heads(tmp_path: Path) -> Non
     ("changes", "message"),
     [
         ({"architectures": ["GemmaForCausalLM"]}, "'GemmaForCausalLM' is not supported; Baton serves LlamaForCausalLM"),
+        (
+            {"architectures": ["OwnForCausalLM"], "auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}},
+            "'OwnForCausalLM' is computed by code that the checkpoint brings along (auto_map), which Baton never runs",
+        ),
         ({"architectures": None}, "architecture None is not supported"),
         ({"hidden_size": "64"}, "hidden_size must be a positive integer (got '64')"),
         ({"vocab_size": True}, "vocab_size must be a positive integer (got True)"),

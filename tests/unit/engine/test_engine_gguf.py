@@ -80,6 +80,7 @@ def test_other_models(kind: str, files: Files) -> None:
     [
         ("Q8_0", "none", {INT8_GROUPS}),
         ("Q8_0", "int8", {INT8_GROUPS}),
+        ("Q5_0", "none", {INT8_GROUPS}),
         ("Q4_0", "none", {INT4_ZEROS}),
         ("Q4_K", "none", {INT4_ZEROS}),
         ("Q4_K", "int4", {INT4_ZEROS}),
@@ -136,7 +137,7 @@ def test_a_start_says_how_weights_are_kept_and_what_they_take(files: Files, tmp_
     assert told.startswith("fp8 in blocks of 128x128 rounded to int8, ") and ", head in int8, " in told
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q5_0", "Q4_0", "Q4_K"])
 def test_kept_codes_say_what_the_blocks_say(kind: str, tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path / "folder", **{**SIZES, "num_hidden_layers": 1})
     file = write_gguf(folder, tmp_path / "m.gguf", kind)
@@ -148,7 +149,9 @@ def test_kept_codes_say_what_the_blocks_say(kind: str, tmp_path: Path) -> None:
         ):
             exact = torch.empty(part.local_shape)
             checkpoint.read(part, exact)
-            kept = keep_blocks(checkpoint, [part], INT8_GROUPS if kind == "Q8_0" else INT4_ZEROS, torch.device("cpu"))
+            kept = keep_blocks(
+                checkpoint, [part], INT4_ZEROS if kind.startswith("Q4") else INT8_GROUPS, torch.device("cpu")
+            )
             assert kept is not None
             found = kept.dequantize(torch.float32)
             if kind != "Q4_K":
