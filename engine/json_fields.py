@@ -49,6 +49,13 @@ class Fields:
             raise CheckpointError(f"{self._where}: {name} must be a positive integer (got {value!r})")
         return value
 
+    def count(self, name: str, default: int) -> int:
+        """An integer from 0 on; a null counts as absent."""
+        value = default if self._values.get(name) is None else self._values[name]
+        if type(value) is not int or value < 0:
+            raise CheckpointError(f"{self._where}: {name} must be an integer from 0 on (got {value!r})")
+        return value
+
     def number(self, name: str, default: float | None = None) -> float:
         """A positive finite number; a null counts as absent."""
         value = self._values.get(name)

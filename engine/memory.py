@@ -159,7 +159,7 @@ class MemoryDemand:
     def reserved_bytes(self) -> int:
         """The tables of rotary positions, and on a GPU what is taken while serving beside activations and pool, the
         block with which graphs pad their steps among it."""
-        table = 2 * self.config.max_position_embeddings * self.config.head_dim * self.form.element_type.itemsize
+        table = 2 * self.config.max_position_embeddings * self.config.roped_dim * self.form.element_type.itemsize
         rope = len(self.config.ropes) * table
         if not self.device.startswith("cuda"):
             return rope
@@ -308,6 +308,9 @@ def estimate_bytes(demand: MemoryDemand, step: StepLimits) -> int:
     kv = len(config.kv_head_range(0, demand.tp_size)) * config.head_dim
     streams = 3 * config.hidden_size  # the residual, what is added to it, and its norm
     attention = num_tokens * (2 * heads + 2 * kv + 2 * config.head_dim) + 2 * demand.max_model_len * kv
+    if config.latent is not None:  # keys and values of some heads, by way of both together and of both padded
+        width, num_heads = config.latent.expanded_dim, config.num_attention_heads // demand.tp_size
+        attention += 4 * demand.max_model_len * width * config.latent.heads_at_once(demand.max_model_len, num_heads)
     mlp = num_tokens * (_mlp_elements(config, demand.tp_size) + config.hidden_size)
     layer = (num_tokens * streams + max(attention, mlp)) * size
     if demand.form.is_unpacked:  # whole for a product, by way of float32

@@ -116,7 +116,15 @@ def kv_layer_bytes(config: ModelConfig, tp_size: int, kv_dtype: str) -> int:
     """Bytes of one token's keys and values in one layer on one rank."""
     kind = _torch_dtype(kv_dtype)
     head_bytes = cell_size(config.head_dim, kind) * kind.itemsize
-    return 2 * len(config.kv_head_range(0, tp_size)) * head_bytes
+    return config.num_kv_planes * len(config.kv_head_range(0, tp_size)) * head_bytes
+
+
+def _pair_widths(config: ModelConfig, *, is_prompt: bool) -> tuple[int, int]:
+    """Dimensions of a key, and of a value, of one head."""
+    latent = config.latent
+    if latent is None:
+        return config.head_dim, config.head_dim
+    return (latent.qk_head_dim, latent.v_head_dim) if is_prompt else (latent.width, latent.kv_lora_rank)
 
 
 def weight_bytes(config: ModelConfig, tp_size: int, form: WeightForm) -> int:
@@ -137,7 +145,9 @@ def weight_bytes(config: ModelConfig, tp_size: int, form: WeightForm) -> int:
     vectors += expert_vector_elements(config, tp_size)
     sinks = num_attending * config.num_attention_heads // tp_size if config.attention_sinks else 0
     of_states = state_vector_bytes(config, tp_size, kind.itemsize)
-    return layers + embedding + head + vectors * kind.itemsize + sinks * torch.float32.itemsize + of_states
+    biases = config.experts.num_biases if config.experts else 0
+    whole = (sinks + biases) * torch.float32.itemsize
+    return layers + embedding + head + vectors * kind.itemsize + whole + of_states
 
 
 def layers_multiplied_bytes(config: ModelConfig, tp_size: int, form: WeightForm, *, of_experts: bool = False) -> int:
@@ -244,6 +254,8 @@ def _decoded_name(form: WeightForm) -> str:
 
 def _linear_bytes(config: ModelConfig, linear: MatrixShape, form: WeightForm, is_read: bool = False) -> int:
     """Bytes of one such matrix; `is_read`: of one form, where it is kept in two."""
+    if not linear.is_laid_out:
+        return linear.num_elements * form.element_type.itemsize
     if not linear.is_rounded:
         return form.unrounded_bytes_of(linear.shape)
     packing = _packing_of(config, linear) if form.keeps_codes else None
@@ -289,6 +301,8 @@ class ModelFlops:
     head_bytes: int
     pair_flops: int
     """Operations of one token and one key in one layer, all query heads of the rank."""
+    generated_pair_flops: int
+    """The same in a step of one new token of each sequence: latents are keys and values then."""
     kv_layer_bytes: int
     """Bytes of one token's keys and values in one layer."""
     windows: tuple[tuple[int | None, int], ...]
@@ -314,7 +328,8 @@ class ModelFlops:
             layers_bytes=layers_multiplied_bytes(config, tp_size, form, of_experts=False),
             experts_bytes=layers_multiplied_bytes(config, tp_size, form, of_experts=True),
             head_bytes=_linear_bytes(config, head, form, is_read=True),
-            pair_flops=4 * config.num_attention_heads // tp_size * config.head_dim,
+            pair_flops=2 * config.num_attention_heads // tp_size * sum(_pair_widths(config, is_prompt=True)),
+            generated_pair_flops=2 * config.num_attention_heads // tp_size * sum(_pair_widths(config, is_prompt=False)),
             kv_layer_bytes=kv_layer_bytes(config, tp_size, kv_dtype),
             windows=tuple(Counter(attending).items()),
             num_states=len(config.state_layers),
@@ -341,7 +356,8 @@ class ModelFlops:
             num_pairs += num_layers * pairs
             num_read += num_layers * read
         written = num_tokens * sum(num_layers for _, num_layers in self.windows)
-        flops = num_tokens * self.layers_flops + num_rows * self.head_flops + num_pairs * self.pair_flops
+        flops = num_tokens * self.layers_flops + num_rows * self.head_flops
+        flops += num_pairs * (self.pair_flops if has_prompt else self.generated_pair_flops)
         size_bytes = self.weights_read(num_tokens) + (self.head_bytes if num_rows else 0)
         size_bytes += (num_read + written) * self.kv_layer_bytes
         flops += num_tokens * self.num_states * self.state_flops

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from cluster.errors import ConfigError
 from cluster.kv_groups import KvGroup, StateShape
 from engine.attention.interface import AttentionBatch
 from engine.attention.registry import Heads, choose_attention
@@ -93,6 +94,11 @@ class ModelRunner:
         self.device = torch.device(resolve_device(device))
         self.dtype = resolve_dtype(self.config, dtype, str(self.device))
         """The name of the type it computes in: `float32`, `bfloat16` or `float16`."""
+        if deterministic and self.config.latent is not None:
+            raise ConfigError(
+                "engine.deterministic: latent attention computes a prompt's tokens in another way than generated ones; "
+                "set it to false"
+            )
         self.kernels = kernels
         torch_dtype: torch.dtype = getattr(torch, self.dtype)
         ops, products, self.kernels_reason = choose_ops(
@@ -190,19 +196,20 @@ class ModelRunner:
         memory: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         """`has_scratch`: one more block, which belongs to no sequence."""
-        config, head_dim = self.config, self.config.head_dim
+        config = self.config
         self._num_blocks = num_blocks
         dtype = getattr(torch, self.dtype)
-        self._ropes = [RopeTable(rope, head_dim, num_positions, self.device, dtype) for rope in config.ropes]
+        self._ropes = [RopeTable(rope, config.roped_dim, num_positions, self.device, dtype) for rope in config.ropes]
         self._kv = KvCache(
             groups,
             num_blocks + has_scratch,
             self.block_size,
             self._num_kv_heads,
-            head_dim,
+            config.head_dim,
             self._kv_dtype,
             self.device,
             memory,
+            config.num_kv_planes,
             self._states,
         )
         self.decode_step, self.decode_reason = choose_decode_step(
@@ -222,7 +229,7 @@ class ModelRunner:
 
     @property
     def kv(self) -> torch.Tensor:
-        """The pool: [layers of a group, 2, num_blocks, block_size, local_kv_heads, head_dim], as `engine.kv.pool` says.
+        """The pool: [layers of a group, planes, num_blocks, block_size, local_kv_heads, head_dim] (`engine.kv.pool`).
 
         Where decode steps are captured it has one block more, the last, which belongs to no sequence.
         """

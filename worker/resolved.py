@@ -142,6 +142,7 @@ class Resolved:
             tp_size=self.settings.tp_size,
             block_size=self.block_size,
             model=f"{self.model}@{self.weights_revision}",
+            num_planes=self.config.num_kv_planes,
             layer_windows=self.config.layer_windows if any(self.config.layer_windows) else (),
             state_layers=self.config.state_layers,
             state=None if self.config.delta_net is None else self.config.delta_net.state,

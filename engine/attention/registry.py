@@ -46,7 +46,7 @@ ATTENTION_BACKENDS: dict[str, Make] = {
 }
 """In the order in which `auto` prefers them where it does not time them; the last one runs everywhere."""
 TAKES_EXTRAS = ("triton", "cpu")
-"""Backends that take what only some models need: soft caps and attention sinks."""
+"""Backends that take what only some models need: soft caps, attention sinks, heads as wide as latents."""
 
 
 def choose_attention(

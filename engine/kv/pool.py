@@ -4,7 +4,7 @@ A pool holds heads as they are computed, or rounded to int8 or fp8: then the D v
 four bytes of their float32 scale, so that blocks can be moved as plain bytes. fp8 is float8_e4m3fn, held as uint8,
 which torch can index on every device.
 
-Legend: L layers of a block, N blocks, K block_size, H KV heads of this rank, D head_dim, C copies.
+Legend: L layers of a block, P planes, N blocks, K block_size, H KV heads of this rank, D head_dim, C copies.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _LARGEST = {torch.int8: 127.0, torch.uint8: torch.finfo(torch.float8_e4m3fn).max
 
 
 class KvCache:
-    """`pool` is [L, 2, N, K, H, D], keys before values; rounded, [L, 2, N, K, H, D + 4].
+    """`pool` is [L, P, N, K, H, D]; rounded, [L, P, N, K, H, D + 4]. Of two planes keys lie in the first and values in
+    the second; a model that keeps latents has one, and a head's first values are those of its key as well.
 
     A block holds tokens of one group of layers (`cluster.kv_groups`), of which the i-th writes `pool[i]`. The system
     zeroes the pool lazily: an unused page costs nothing.
@@ -44,11 +45,12 @@ class KvCache:
         dtype: torch.dtype,
         device: torch.device,
         memory: Callable[[int], Tensor] | None = None,
+        num_planes: int = 2,
         states: tuple[StateShape, int] | None = None,
     ) -> None:
         """`memory` gives so many bytes of zeros, uint8, for the pool to lie in; None: the device's. `states`: the shape
         of those that groups have, and the heads of this rank."""
-        shape = (num_rows(groups), 2, num_blocks, block_size, num_kv_heads, cell_size(head_dim, dtype))
+        shape = (num_rows(groups), num_planes, num_blocks, block_size, num_kv_heads, cell_size(head_dim, dtype))
         if memory is None:
             self.pool = torch.zeros(shape, dtype=dtype, device=device)
         else:
@@ -57,10 +59,10 @@ class KvCache:
         with_state = {layer for group in groups if group.has_state for layer in group.layers}
         assert states is not None or not with_state, "layers keep a state that has no shape"
         self._states = {layer: StatePages(rows[layer], *states) for layer in with_state} if states else {}
-        self._pages = {layer: (row[0], row[1]) for layer, row in rows.items()}
+        self._pages = {layer: (row[0], row[-1]) for layer, row in rows.items()}
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, [N, K, H, D] each, sharing the pool's memory."""
+        """Keys and values of a layer, [N, K, H, D] each, sharing the pool's memory; of one plane the same twice."""
         return self._pages[layer]
 
     def states(self, layer: int) -> StatePages:

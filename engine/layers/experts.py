@@ -21,7 +21,7 @@ from engine.checkpoint import TensorSlice
 from engine.layers.expert_weights import InterleavedExperts, Plain, separate_expert, stacked_weights
 from engine.layers.linear import Linear, Loader
 from engine.layers.ops import clamped_mul
-from engine.models.experts import ExpertNames, ExpertsConfig
+from engine.models.experts import ExpertNames, ExpertsConfig, Routing
 from engine.native import Native
 from engine.native.structures import CLAMPED, SILU, NativeExperts, NativeGate, NativeMatrix
 from engine.quantization.interface import Matrix, Rows, make_matrix, native_tiles
@@ -31,6 +31,8 @@ Gated = Callable[[Tensor], Tensor]
 """The middle of a gated linear unit."""
 _MULTIPLE = 8
 """Of which torch's grouped product takes sizes: 16 bytes."""
+_SMALLEST_SUM = 1e-20
+"""Added to a sum of shares before they are divided by it, as transformers does."""
 
 
 class Expert:
@@ -119,6 +121,12 @@ class RoutedExperts:
         """Raises ConfigError where nothing here multiplies with such weights."""
         name = f"model.layers.{layer}.{config.names.block}"
         self._config, self._tp, self._kernels = config, loader.tp, loader.kernels
+        self.bias: Tensor | None = None
+        """Float32 [N], added to the scores of experts for their choice."""
+        if config.routing is not None and config.routing.has_bias:
+            self.bias = torch.empty(config.num_experts, device=loader.device)
+            part = TensorSlice(f"{name}.gate.e_score_correction_bias", (config.num_experts,))
+            loader.checkpoint.read(part, self.bias)
         router = f"{name}.{config.names.router}"
         bias = TensorSlice(f"{router}.bias", (config.num_experts,))
         self.router = Plain(
@@ -142,8 +150,10 @@ class RoutedExperts:
         if config.shared_intermediate_size:
             sizes = hidden_size, config.shared_intermediate_size
             self.shared = Expert(
-                *separate_expert(f"{name}.shared_expert", ExpertNames(), sizes, loader), _gated(config, loader)
+                *separate_expert(f"{name}.{config.names.shared}", ExpertNames(), sizes, loader), _gated(config, loader)
             )
+        self.shared_gate: Plain | None = None
+        if self.shared is not None and config.has_shared_gate:
             self.shared_gate = Plain(_unrounded(f"{name}.shared_expert_gate.weight", (1, hidden_size), loader))
 
     @property
@@ -152,31 +162,53 @@ class RoutedExperts:
         yield self.router
         yield from self.experts.linears
         if self.shared is not None:
-            yield from (self.shared.gate_up, self.shared.down, self.shared_gate)
+            yield from (self.shared.gate_up, self.shared.down)
+        if self.shared_gate is not None:
+            yield self.shared_gate
 
     def __call__(self, x: Rows) -> Tensor:
         """[T, E] to [T, E]."""
         assert isinstance(x, Tensor), "the router reads tokens as they are"
         logits = self.router(x, torch.float32)
-        shared = gate = None
-        if self.shared is not None:
-            shared, gate = self.shared(x), self.shared_gate(x, torch.float32)
+        shared = None if self.shared is None else self.shared(x)
+        gate = None if self.shared_gate is None else self.shared_gate(x, torch.float32)
         if self.experts.native is not None and isinstance(self._kernels, Native):
-            out = self._kernels.experts(x, logits, self.experts.native, shared, gate)
+            choice = None if self._config.routing is None else self._choose(logits)
+            out = self._kernels.experts(x, logits, self.experts.native, shared, gate, choice)
         else:
             chosen, shares = self._choose(logits)
             self.num_tokens.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
             mixed = self.experts(x, chosen, shares)
-            out = (mixed if shared is None or gate is None else mixed + gate.sigmoid() * shared).to(x.dtype)
+            if shared is not None:
+                mixed = mixed + (shared if gate is None else gate.sigmoid() * shared)
+            out = mixed.to(x.dtype)
         self._tp.all_reduce(out)
         return out
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Experts, int64 [T, K], and their shares, float32 [T, K]."""
-        shares, chosen = logits.softmax(dim=-1).topk(self._config.num_per_token, dim=-1)
+        routing, num_per_token = self._config.routing, self._config.num_per_token
+        if routing is None:
+            shares, chosen = logits.softmax(dim=-1).topk(num_per_token, dim=-1)
+        else:
+            scores = logits.softmax(dim=-1) if routing.scores == "softmax" else logits.sigmoid()
+            ranked = scores if self.bias is None else scores + self.bias
+            chosen = _within_groups(ranked, routing).topk(num_per_token, dim=-1).indices
+            shares = scores.gather(1, chosen)
         if self._config.normalizes:
-            shares = shares / shares.sum(dim=-1, keepdim=True)
-        return chosen, shares
+            shares = shares / (shares.sum(dim=-1, keepdim=True) + _SMALLEST_SUM)
+        return chosen, shares if routing is None else shares * routing.scale
+
+
+def _within_groups(ranked: Tensor, routing: Routing) -> Tensor:
+    """Scores [T, N], minus infinity in the groups that a token does not choose among."""
+    if routing.num_chosen_groups == routing.num_groups:
+        return ranked
+    groups = ranked.view(len(ranked), routing.num_groups, -1)
+    chosen = groups.topk(routing.num_summed, dim=-1).values.sum(dim=-1).topk(routing.num_chosen_groups, dim=-1).indices
+    is_left_out = torch.ones(groups.shape[:2], dtype=torch.bool, device=ranked.device).scatter_(1, chosen, False)
+    left: Tensor = groups.masked_fill(is_left_out.unsqueeze(-1), float("-inf"))
+    return left.flatten(1)
 
 
 def _gated(config: ExpertsConfig, loader: Loader) -> Gated:

@@ -55,6 +55,10 @@ class Loader:
         kept = self._keep(parts, orders) if self.keeps_codes else None
         return kept or self.matrix(self._join(parts, self._read_weight, orders))
 
+    def plain(self, parts: Sequence[TensorSlice]) -> torch.Tensor:
+        """All parts' outputs in the type that is computed in, for who multiplies with them in a way of its own."""
+        return self._join(parts, self._read_weight, (None,) * len(parts))
+
     def stack(self, parts: Sequence[TensorSlice], orders: Sequence[Order] = ()) -> torch.Tensor:
         """One tensor of all parts, one after another along dim 0; `orders` as of `linear`."""
         return self._join(parts, self.checkpoint.read, orders or (None,) * len(parts))

@@ -28,6 +28,8 @@ _COMMON = frozenset(
     }
 )
 """Fields of `ModelConfig` that every model has; each of the others is a feature."""
+_MAX_EXPANDED = 1 << 26
+"""Elements of keys, and as many of values, that are made of latents at a time, unless one head has more."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,42 @@ class TensorNames:
 
 
 @dataclass(frozen=True)
+class LatentConfig:
+    """Attention whose keys and values are made of one latent for all heads (MLA, arXiv 2405.04434), which is kept.
+
+    The latent is the first `kv_lora_rank` of a token's `head_dim` values; behind it lies the part of all keys that is
+    turned by rope.
+    """
+
+    q_lora_rank: int | None
+    """Width that queries are made of; None: they are made of the layer's input."""
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    is_interleaved: bool
+    """Whether rope turns neighbouring dimensions, not those half of them apart."""
+
+    @property
+    def width(self) -> int:
+        """Values that a layer keeps of a token."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def expanded_dim(self) -> int:
+        """Dimensions of a key, and of a value, that are made of a latent: the narrower is padded."""
+        return max(self.qk_head_dim, self.v_head_dim)
+
+    def heads_at_once(self, num_keys: int, num_heads: int) -> int:
+        """Heads of which keys and values are made at a time, of so many that a rank has."""
+        return min(num_heads, max(1, _MAX_EXPANDED // (num_keys * self.expanded_dim)))
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """One decoder-only model. Sizes are of the whole model, not of one tensor-parallel rank.
 
@@ -164,6 +202,8 @@ class ModelConfig:
     """Layers that keep a recurrent state; their `layer_windows` are `cluster.kv_groups.STATE_WINDOW`."""
     packing: Stored | None = None
     """How its checkpoint stores the linear layers; None: as plain weights."""
+    latent: LatentConfig | None = None
+    """None: attention keeps keys and values. Else `num_key_value_heads` is 1 and `head_dim` the latent's width."""
     tensors: TensorNames = TensorNames()
     left_out: tuple[str, ...] = ()
     """Beginnings of the names of tensors that are not loaded: layers that predict several tokens."""
@@ -195,6 +235,16 @@ class ModelConfig:
         return () if self.delta_net is None else tuple(i for i, is_one in enumerate(self.delta_net.layers) if is_one)
 
     @property
+    def roped_dim(self) -> int:
+        """The width of the heads, or of the part of each, that rope is for."""
+        return self.head_dim if self.latent is None else self.latent.qk_rope_head_dim
+
+    @property
+    def num_kv_planes(self) -> int:
+        """Rows of `head_dim` values that each KV head keeps of a token: a key and a value, or a latent."""
+        return 2 if self.latent is None else 1
+
+    @property
     def features(self) -> frozenset[str]:
         """The names of the fields by which this model computes something that not every model does."""
         special = [field for field in fields(self) if field.name not in _COMMON]
@@ -219,7 +269,11 @@ class ModelConfig:
     @property
     def attention_extras(self) -> tuple[str, ...]:
         """What it needs, in words, that not every attention backend takes."""
-        needs = {"soft caps": self.attention_softcap is not None, "attention sinks": self.attention_sinks}
+        needs = {
+            "soft caps": self.attention_softcap is not None,
+            "attention sinks": self.attention_sinks,
+            "latents": self.latent is not None,
+        }
         return tuple(name for name, is_needed in needs.items() if is_needed)
 
     @property

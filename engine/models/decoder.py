@@ -22,6 +22,7 @@ from engine.checkpoint import TensorSlice
 from engine.kv.pool import KvCache
 from engine.layers.delta_net import GatedDeltaNet
 from engine.layers.experts import RoutedExperts
+from engine.layers.latent import LatentAttention
 from engine.layers.linear import (
     ColumnParallelLinear,
     Linear,
@@ -216,6 +217,26 @@ class StatefulMixer:
         return self._rule.out(mixed)
 
 
+class LatentLayer:
+    """Latent attention (`engine.layers.latent`), whose pages are a model's one plane."""
+
+    def __init__(self, config: ModelConfig, layer: int, loader: Loader) -> None:
+        self.layer, self._rope = layer, config.rope_of(layer)
+        self._group = next(place for place, group in enumerate(config.kv_groups) if layer in group.layers)
+        self._attention = LatentAttention(config, layer, loader)
+
+    @property
+    def takes_rounded(self) -> bool:
+        return self._attention.takes_rounded
+
+    def __call__(self, x: Rows, context: StepContext) -> torch.Tensor:
+        pages, _ = context.kv.pages(self.layer)
+        queries = self._attention.project(x, context.rope_rows[self._rope], context.slots[self._group], pages)
+        if context.on_layer is not None:
+            context.on_layer(self.layer + 1)
+        return self._attention.attend(queries, pages, context.batches[self._group], context.attention)
+
+
 class GatedMlp:
     """A gated linear unit (arXiv 2002.05202) with gate and up in one projection."""
 
@@ -279,7 +300,7 @@ def _attention(config: ModelConfig, layer: int, loader: Loader) -> LayerAttentio
     """A family whose layers attend in another way has the class of that chosen here."""
     if layer in config.state_layers:
         return StatefulMixer(config, layer, loader)
-    return SelfAttention(config, layer, loader)
+    return SelfAttention(config, layer, loader) if config.latent is None else LatentLayer(config, layer, loader)
 
 
 def _mlp(config: ModelConfig, layer: int, loader: Loader) -> LayerMlp:

@@ -6,6 +6,7 @@ Knows no weights and loads no torch; `engine.layers.experts` computes them.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from cluster.errors import CheckpointError, ConfigError
 from engine.json_fields import Fields
@@ -20,6 +21,7 @@ class ExpertNames:
     up: str = "up_proj"
     down: str = "down_proj"
     router: str = "gate"
+    shared: str = "shared_expert"
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,24 @@ class ClampedGate:
 
     limit: float
     alpha: float
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a token chooses experts, where it is not those of the greatest shares of a softmax."""
+
+    scores: Literal["softmax", "sigmoid"]
+    """What an expert's logit becomes; a token's share in an expert is made of it."""
+    has_bias: bool
+    """Whether a bias for each expert, which is no part of the shares, is added to the scores for the choice."""
+    num_groups: int
+    """Groups of equally many experts."""
+    num_chosen_groups: int
+    """A token chooses among the experts of so many groups, those with the greatest sums."""
+    num_summed: int
+    """The best experts of a group, whose scores are its sum."""
+    scale: float
+    """The shares are multiplied by it."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +62,7 @@ class ExpertsConfig:
     normalizes: bool
     """Whether the shares of the experts that a token chooses add up to one."""
     shared_intermediate_size: int = 0
-    """Of the expert that every token takes, times a gate of its own; 0: there is none."""
+    """Of the expert that every token takes, times a gate of its own if `has_shared_gate`; 0: there is none."""
     names: ExpertNames = ExpertNames()
     has_biases: bool = False
     """Biases on the router and on all matrices of experts."""
@@ -51,6 +71,8 @@ class ExpertsConfig:
     the outputs of gate and up in turn."""
     clamped_gate: ClampedGate | None = None
     """None: SwiGLU's."""
+    has_shared_gate: bool = True
+    routing: Routing | None = None
     num_groups: int = 1
     """Groups of a worker's ranks, each of which has some experts to itself, sliced over its own ranks; not of the
     model, but of how it is served."""
@@ -81,6 +103,11 @@ class ExpertsConfig:
     @property
     def num_layers(self) -> int:
         return sum(self.layers)
+
+    @property
+    def num_biases(self) -> int:
+        """Float32 numbers, of all layers, that are added to scores for the choice."""
+        return self.num_layers * self.num_experts if self.routing is not None and self.routing.has_bias else 0
 
     def chosen_share(self, num_tokens: int) -> float:
         """Returns the share of a layer's experts that as many tokens choose, if each chooses evenly and by itself."""

@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from cluster.errors import CheckpointError
 from engine.json_fields import Fields
-from engine.models import gemma, glm, gpt_oss, granite, llama, mixtral, olmo, phi, qwen, qwen_next, smollm
+from engine.models import (
+    deepseek,
+    gemma,
+    glm,
+    glm4_moe,
+    gpt_oss,
+    granite,
+    llama,
+    mixtral,
+    olmo,
+    phi,
+    qwen,
+    qwen_next,
+    smollm,
+)
 from engine.models.config import ModelConfig
 from engine.models.family import ModelFamily
 
-FILES = (llama, mixtral, qwen, qwen_next, gemma, phi, granite, olmo, glm, smollm, gpt_oss)
+FILES = (llama, mixtral, qwen, qwen_next, gemma, phi, granite, olmo, glm, smollm, gpt_oss, deepseek, glm4_moe)
 FAMILIES: dict[str, ModelFamily] = {family.architecture: family for file in FILES for family in file.FAMILIES}
 """By the first of config.json's `architectures`."""
 

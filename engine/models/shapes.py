@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from engine.models.config import ModelConfig
+from engine.models.config import LatentConfig, ModelConfig
 
 _QKV = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
 _OUT, _DOWN = ("self_attn.o_proj.weight",), ("mlp.down_proj.weight",)
@@ -33,6 +33,8 @@ class MatrixShape:
     """Whether `model.quantization` rounds it."""
     parts: tuple[str, ...] = ()
     """Names of the weights that are fused in it, below `model.layers.N`; empty: those of experts."""
+    is_laid_out: bool = True
+    """Whether it is laid out for the kernels that multiply with it; else it stays as it is read."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -46,14 +48,9 @@ class MatrixShape:
 
 def layer_matrices(config: ModelConfig, tp_size: int) -> list[MatrixShape]:
     """The matrices of all layers on one rank."""
-    attended, kv = _head_widths(config, tp_size)
     hidden, num_layers, experts = config.hidden_size, config.num_hidden_layers, config.experts
+    matrices = _attention_matrices(config, tp_size)
     net, num_states = config.delta_net, len(config.state_layers)
-    queries = attended * (1 + config.attention_gate)
-    matrices = [
-        MatrixShape(queries + 2 * kv, hidden, num_layers - num_states, is_packed=True, parts=_QKV),
-        MatrixShape(hidden, attended, num_layers - num_states, is_packed=True, num_ranks=tp_size, parts=_OUT),
-    ]
     if net is not None:
         outputs, inner = net.num_key_heads * net.head_outputs, net.num_value_heads * net.value_head_dim
         matrices.append(MatrixShape(outputs // tp_size, hidden, num_states, is_packed=True))
@@ -70,8 +67,33 @@ def layer_matrices(config: ModelConfig, tp_size: int) -> list[MatrixShape]:
     matrices.append(MatrixShape(experts.num_experts, hidden, count, is_rounded=False))
     if shared := experts.shared_intermediate_size:
         matrices += _mlp_matrices(shared, count, config, tp_size)
-        matrices.append(MatrixShape(1, hidden, count, is_rounded=False))
+        if experts.has_shared_gate:
+            matrices.append(MatrixShape(1, hidden, count, is_rounded=False))
     return matrices
+
+
+def _attention_matrices(config: ModelConfig, tp_size: int) -> list[MatrixShape]:
+    hidden, num_layers = config.hidden_size, config.num_hidden_layers - len(config.state_layers)
+    if config.latent is not None:
+        return _latent_matrices(config, config.latent, tp_size)
+    attended, kv = _head_widths(config, tp_size)
+    return [
+        MatrixShape(attended * (1 + config.attention_gate) + 2 * kv, hidden, num_layers, is_packed=True, parts=_QKV),
+        MatrixShape(hidden, attended, num_layers, is_packed=True, num_ranks=tp_size, parts=_OUT),
+    ]
+
+
+def _latent_matrices(config: ModelConfig, latent: LatentConfig, tp_size: int) -> list[MatrixShape]:
+    hidden, count, num_heads = config.hidden_size, config.num_hidden_layers, config.num_attention_heads // tp_size
+    queries, made = num_heads * latent.qk_head_dim, num_heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+    first = [MatrixShape((latent.q_lora_rank or queries) + latent.width, hidden, count, is_packed=True)]
+    if latent.q_lora_rank is not None:
+        first.append(MatrixShape(queries, latent.q_lora_rank, count, is_packed=True))
+    return [
+        *first,
+        MatrixShape(made, latent.kv_lora_rank, count, is_rounded=False, is_laid_out=False),
+        MatrixShape(hidden, num_heads * latent.v_head_dim, count, is_packed=True, num_ranks=tp_size),
+    ]
 
 
 def _mlp_matrices(inner: int, count: int, config: ModelConfig, num_ranks: int) -> list[MatrixShape]:
@@ -90,8 +112,13 @@ def vocabulary_matrix(config: ModelConfig, tp_size: int) -> MatrixShape:
 
 def layer_vector_elements(config: ModelConfig, tp_size: int) -> int:
     """Elements of the norms and biases of one attending layer on one rank."""
-    attended, kv = _head_widths(config, tp_size)
     count = len(config.norms.names) * config.hidden_size
+    if config.latent is not None:
+        latent = config.latent
+        biases = (latent.q_lora_rank or 0) + latent.width if config.attention_bias else 0
+        count += (latent.q_lora_rank or 0) + latent.kv_lora_rank + biases
+        return count + (config.hidden_size if config.attention_output_bias else 0)
+    attended, kv = _head_widths(config, tp_size)
     if config.qk_norm or config.projection_norm:
         count += attended + kv
     if config.attention_bias:

@@ -64,7 +64,7 @@ class Native:
         """Whether it multiplies bfloat16 as well (AVX512-BF16)."""
         if self.has_products:
             self._linear = self._bind("linear", [_POINTER, _WEIGHT, _POINTER, _POINTER, _FLAG, _COUNT])
-            self._experts = self._bind("experts", [_POINTER] * 6 + [_COUNT])
+            self._experts = self._bind("experts", [_POINTER] * 8 + [_COUNT])
             self._decode = {
                 kind: self._bind(f"decode_{name}", [_POINTER] * 2, ctypes.c_int) for kind, name in DECODE_PAGES.items()
             }
@@ -237,15 +237,19 @@ class Native:
         experts: NativeExperts,
         shared: Tensor | None = None,
         gate: Tensor | None = None,
+        choice: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """bfloat16 [T, E] through the experts that a router's logits, float32 [T, N], choose: [T, E].
 
         With `shared`, [T, E], the output of the expert that every token takes is added, times the sigmoid of `gate`,
-        float32 [T, 1].
+        float32 [T, 1], if there is one. `choice`: experts [T, K] and their shares, instead of those that the logits
+        choose.
         """
         out = torch.empty_like(x)
         if len(x):
-            addresses = x.data_ptr(), logits.data_ptr(), _address(shared), _address(gate), out.data_ptr()
+            chosen, shares = (None, None) if choice is None else (choice[0].int(), choice[1].float().contiguous())
+            choices = logits.data_ptr(), _address(chosen), _address(shares)
+            addresses = x.data_ptr(), *choices, _address(shared), _address(gate), out.data_ptr()
             self._experts(ctypes.byref(experts), *addresses, len(x))
         return out
 

@@ -147,7 +147,7 @@ void mix_all(const Model& m, const Layer& layer, const Room& r, int64_t tokens) 
 #pragma omp for schedule(static)
   for (int64_t t = 0; t < tokens; ++t) {
     const bfloat16* shared = has_shared ? &r.shared[t * m.hidden] : nullptr;
-    mix(*layer.experts, *r.experts, t, shared, has_shared ? r.shared_gate[t] : 0.0f, sum.data(), &r.added[t * m.hidden]);
+    mix(*layer.experts, *r.experts, t, shared, has_shared ? sigmoid(r.shared_gate[t]) : 0.0f, sum.data(), &r.added[t * m.hidden]);
   }
 }
 
@@ -201,7 +201,7 @@ int decode(const Model& m, const Batch& b) {
       if (layer.experts) {
         times(layer.router, r.normed.get(), r.router.get());
         timed(b.spent[0], [&] {
-          run_experts(*layer.experts, *r.experts, r.normed.get(), r.router.get(), b.tokens, take(2));
+          run_experts(*layer.experts, *r.experts, r.normed.get(), {r.router.get(), nullptr, nullptr}, b.tokens, take(2));
         });
       }
       if (layer.gate_up.weight.outputs) {

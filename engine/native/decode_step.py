@@ -42,6 +42,8 @@ def choose_decode_step(
         return None, "Baton's kernels for products are not used"
     if unknown := config.features - FEATURES:
         return None, f"Baton's kernels do not compute {', '.join(sorted(unknown))}"
+    if config.experts is not None and config.experts.routing is not None:
+        return None, "Baton's kernels do not choose experts as this model does"
     if model.tp.size > 1:
         return None, "tensor-parallel ranks meet between products"
     if kv.pool.dtype not in DECODE_PAGES or rope.cos.dtype != torch.bfloat16:
@@ -172,4 +174,5 @@ def _mlp(mlp: LayerMlp) -> dict[str, object]:
     if mlp.shared is None:
         return routed
     shared = {"gate_up": _matrix(mlp.shared.gate_up), "down": _matrix(mlp.shared.down)}
+    assert mlp.shared_gate is not None, "the kernels gate the expert that every token takes"
     return routed | shared | {"shared_gate": _matrix(mlp.shared_gate)}

@@ -6,10 +6,10 @@
 
 extern "C" {
 
-// out [T, E]: x [T, E] through the experts that the router's logits [T, N] choose, and `shared` [T, E] by the sigmoid of
-// `gate` [T], or null.
-void baton_experts(const Experts* experts, const void* x, const float* logits, const void* shared, const float* gate,
-                   void* out, int64_t tokens) {
+// out [T, E]: x [T, E] through the experts that the router's logits [T, N] choose, or those of `chosen` [T, K] by
+// `shares` [T, K], if they are given; and `shared` [T, E], or null, by the sigmoid of `gate` [T], or all of it.
+void baton_experts(const Experts* experts, const void* x, const float* logits, const int32_t* chosen,
+                   const float* shares, const void* shared, const float* gate, void* out, int64_t tokens) {
   const Experts& e = *experts;
   ExpertsRoom r(e, tokens);
   const int64_t hidden = e.hidden();
@@ -19,10 +19,10 @@ void baton_experts(const Experts* experts, const void* x, const float* logits, c
 #pragma omp parallel
   {
     std::vector<float> sum(hidden);
-    run_experts(e, r, static_cast<const bfloat16*>(x), logits, tokens, taken);
+    run_experts(e, r, static_cast<const bfloat16*>(x), {logits, chosen, shares}, tokens, taken);
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < tokens; ++t)
-      mix(e, r, t, of_all ? of_all + t * hidden : nullptr, of_all ? gate[t] : 0.0f, sum.data(), to + t * hidden);
+      mix(e, r, t, of_all ? of_all + t * hidden : nullptr, gate ? sigmoid(gate[t]) : 1.0f, sum.data(), to + t * hidden);
   }
 }
 }

@@ -36,6 +36,13 @@ struct Experts {
   int64_t width() const { return down->weight.width; }
 };
 
+// What tokens choose their experts by: a router's logits [T, N]; or, if they are given, experts [T, K] and shares [T, K].
+struct Choice {
+  const float* logits;
+  const int32_t* chosen;
+  const float* shares;
+};
+
 // Memory of the experts of one step; each layer may use it again.
 struct ExpertsRoom {
   // [C]: the expert of a choice; where it stands in order, -1 if another rank has its expert; whose it is
@@ -104,10 +111,12 @@ inline void order(const Experts& e, ExpertsRoom& r, int64_t choices) {
   }
 }
 
+inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
+
 // Writes to `out` [E] what the experts of token `t` made of it, by their shares, and `shared` [E], if there is one, by
-// its gate. `sum` [E] is room for it.
-inline void mix(const Experts& e, const ExpertsRoom& r, int64_t t, const bfloat16* shared, float gate, float* sum,
-                bfloat16* out) {
+// its own. `sum` [E] is room for it.
+inline void mix(const Experts& e, const ExpertsRoom& r, int64_t t, const bfloat16* shared, float share_of_shared,
+                float* sum, bfloat16* out) {
   const int64_t hidden = e.hidden();
   std::fill(sum, sum + hidden, 0.0f);
   for (int64_t c = t * e.per_token; c < (t + 1) * e.per_token; ++c) {
@@ -117,19 +126,25 @@ inline void mix(const Experts& e, const ExpertsRoom& r, int64_t t, const bfloat1
 #pragma omp simd
     for (int64_t i = 0; i < hidden; ++i) sum[i] += share * from[i];
   }
-  const float share = 1.0f / (1.0f + std::exp(-gate));
-  for (int64_t i = 0; i < hidden; ++i) store(out + i, shared ? sum[i] + share * to_float(shared[i]) : sum[i]);
+  for (int64_t i = 0; i < hidden; ++i) store(out + i, shared ? sum[i] + share_of_shared * to_float(shared[i]) : sum[i]);
 }
 
-// x [T, E] through the experts that logits [T, N] choose; `taken` are two counters that are zero. By all threads of the
+// x [T, E] through the experts of a choice; `taken` are two counters that are zero. By all threads of the
 // enclosing region. What comes out is in the room, for `mix`.
-inline void run_experts(const Experts& e, ExpertsRoom& r, const bfloat16* x, const float* logits, int64_t tokens,
+inline void run_experts(const Experts& e, ExpertsRoom& r, const bfloat16* x, const Choice& choice, int64_t tokens,
                         Taken* taken) {
   const int64_t choices = tokens * e.per_token, hidden = e.hidden(), width = e.width();
   const Weight &first = e.gate_up->weight, &second = e.down->weight;
 #pragma omp for schedule(static)
-  for (int64_t t = 0; t < tokens; ++t)
-    choose(e, logits + t * e.count, &r.chosen[t * e.per_token], &r.shares[t * e.per_token]);
+  for (int64_t t = 0; t < tokens; ++t) {
+    const int64_t first = t * e.per_token;
+    if (choice.chosen) {
+      std::copy_n(choice.chosen + first, e.per_token, &r.chosen[first]);
+      std::copy_n(choice.shares + first, e.per_token, &r.shares[first]);
+    } else {
+      choose(e, choice.logits + t * e.count, &r.chosen[first], &r.shares[first]);
+    }
+  }
 #pragma omp single
   order(e, r, choices);
   const int64_t placed = r.placed;

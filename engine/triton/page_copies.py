@@ -6,8 +6,8 @@ where the heads of a token that are copied, those that are not, and both address
 where they are multiples of no more than that. Programs share the words of the range alone, so neither the block size
 nor the number of heads leaves threads idle. Nothing outside the range is read or written.
 
-Legend: L layers of the pool, N blocks, B tokens of a block, P words of a token in a layer's keys (or values), l layers
-and T tokens of the range, W of a token's words that are copied.
+Legend: L layers of the pool, V planes of a layer (keys and values: 2; latents: 1), N blocks, B tokens of a block, P
+words of a token in one plane, l layers and T tokens of the range, W of a token's words that are copied.
 """
 
 import math
@@ -26,8 +26,8 @@ _MOST_WORDS = 1 << 30
 
 @triton.jit(do_not_specialize=["num_blocks", "first_plane", "first_token", "num_tokens"])
 def copy_tokens(
-    pool,  # int32 [2 L, N, B, P]
-    buffer,  # int32 [2 l, T, W]
+    pool,  # int32 [V L, N, B, P]
+    buffer,  # int32 [V l, T, W]
     blocks,  # int32: the blocks of the range, in order
     num_blocks,  # N
     first_plane,
@@ -41,7 +41,7 @@ def copy_tokens(
     TILE: tl.constexpr,
     IS_GATHER: tl.constexpr,
 ):
-    """Grid: tiles of T W words, 2 l planes. `FIRST`: the first of a token's words that is copied."""
+    """Grid: tiles of T W words, V l planes. `FIRST`: the first of a token's words that is copied."""
     plane = tl.program_id(1).to(tl.int64)
     piece = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = piece < num_tokens * (W // UNIT)
@@ -62,8 +62,8 @@ def copy_tokens(
     do_not_specialize=["num_blocks", "source_blocks", "target_blocks", "first_plane", "first_token", "num_tokens"]
 )
 def copy_between_pools(
-    source,  # int32 [2 L, N of the source, B, P]
-    target,  # int32 [2 L, N of the target, B, P]
+    source,  # int32 [V L, N of the source, B, P]
+    target,  # int32 [V L, N of the target, B, P]
     blocks,  # int32 [2, num_blocks]: the blocks of the range, in order: the source's, then the target's
     num_blocks,
     source_blocks,  # N of the source
@@ -76,7 +76,7 @@ def copy_between_pools(
     UNIT: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Grid: tiles of T P words, 2 l planes."""
+    """Grid: tiles of T P words, V l planes."""
     plane = first_plane + tl.program_id(1).to(tl.int64)
     piece = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = piece < num_tokens * (P // UNIT)
@@ -101,13 +101,13 @@ def copy_between(
 ) -> bool:
     """Copies pages of one pool to pages of another, whole tokens, on the current stream; waits for nothing.
 
-    Both are contiguous [L, 2, N, B, H, D] of one type, and equal but for N; `source` may be on another GPU that this
+    Both are contiguous [L, V, N, B, H, D] of one type, and equal but for N; `source` may be on another GPU that this
     one can read. Each list has the blocks that hold the T tokens, the first of which is `first_token` of the first.
     Returns False, and has done nothing, where a token is no multiple of a word or the range has too many words.
     """
-    layers_, two, num_source_blocks, block_size, num_heads, head_dim = source.shape
+    layers_, planes, num_source_blocks, block_size, num_heads, head_dim = source.shape
     assert source.is_contiguous() and target.is_contiguous() and source.dtype == target.dtype
-    assert target.shape == (layers_, two, target.shape[2], block_size, num_heads, head_dim)
+    assert target.shape == (layers_, planes, target.shape[2], block_size, num_heads, head_dim)
     token_bytes = num_heads * head_dim * source.element_size()
     if any(size % _WORD_BYTES for size in (token_bytes, source.data_ptr(), target.data_ptr())):
         return False
@@ -116,14 +116,14 @@ def copy_between(
         return False
     unit = math.gcd(token_words, _MOST_AT_ONCE)
     ids = torch.tensor([[*source_blocks], [*target_blocks]], dtype=torch.int32, pin_memory=target.is_cuda)
-    copy_between_pools[(triton.cdiv(num_tokens * token_words, _TILE_WORDS), two * (layers.stop - layers.start))](
+    copy_between_pools[(triton.cdiv(num_tokens * token_words, _TILE_WORDS), planes * (layers.stop - layers.start))](
         source.view(-1).view(torch.int32),
         target.view(-1).view(torch.int32),
         ids.to(target.device, non_blocking=True),
         ids.shape[1],
         num_source_blocks,
         target.shape[2],
-        two * layers.start,
+        planes * layers.start,
         first_token,
         num_tokens,
         block_size,
@@ -146,11 +146,11 @@ def copy_range(
 ) -> bool:
     """Copies pages to the buffer, or the buffer to pages, on the current stream; waits for nothing.
 
-    `pool` is [L, 2, N, B, H, D], `buffer` [l, 2, T, h, D] of the same type, both contiguous; `blocks` are the ids of
+    `pool` is [L, V, N, B, H, D], `buffer` [l, V, T, h, D] of the same type, both contiguous; `blocks` are the ids of
     the blocks that hold the T tokens, the first of which is `first_token` of the first block. Returns False, and has
     done nothing, where a word would have parts of two heads or the range has too many words.
     """
-    _, two, num_blocks, block_size, num_heads, head_dim = pool.shape
+    _, planes, num_blocks, block_size, num_heads, head_dim = pool.shape
     assert pool.is_contiguous() and buffer.is_contiguous() and pool.dtype == buffer.dtype
     head_bytes, num_tokens = head_dim * pool.element_size(), buffer.shape[2]
     sizes = [count * head_bytes for count in (num_heads, heads.start, heads.stop - heads.start)]
@@ -161,12 +161,12 @@ def copy_range(
         return False
     unit = math.gcd(token_words, first_word, copied_words, _MOST_AT_ONCE)
     ids = torch.tensor([int(block) for block in blocks], dtype=torch.int32, pin_memory=pool.is_cuda)
-    copy_tokens[(triton.cdiv(num_tokens * copied_words, _TILE_WORDS), two * (layers.stop - layers.start))](
+    copy_tokens[(triton.cdiv(num_tokens * copied_words, _TILE_WORDS), planes * (layers.stop - layers.start))](
         pool.view(-1).view(torch.int32),
         buffer.view(-1).view(torch.int32),
         ids.to(pool.device, non_blocking=True),
         num_blocks,
-        two * layers.start,
+        planes * layers.start,
         first_token,
         num_tokens,
         block_size,

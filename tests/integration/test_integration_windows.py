@@ -1,4 +1,4 @@
-"""Layers with a window through the hand-off: what decode needs of each group of layers is sent, and nothing else."""
+"""Layers with a window, and latents, through the hand-off: what decode needs of each group of layers is sent."""
 
 from __future__ import annotations
 
@@ -23,15 +23,19 @@ LENGTHS = (1, 16, 23, 24, 101, 300)
 KINDS = {"greedy": {"temperature": 0.0}, "three at once": {"temperature": 1.0, "seed": 7, "n": 3}}
 PAIRS = [((1, 16), (1, 32)), ((1, 32), (1, 16)), ((1, 16), (2, 16)), ((2, 32), (1, 16)), ((2, 32), (2, 16))]
 """Tensor-parallel and block size of the prefill worker, and of the decode worker."""
+MODELS: dict[str, dict[str, object]] = {
+    **dict.fromkeys(("gemma3", "gpt-oss", "mistral"), {"sliding_window": WINDOW}),
+    "deepseek-v3": {},
+}
 
 
 def prompt_of(length: int) -> list[int]:
     return [(i * 37 + length) % (VOCAB_SIZE - 1) + 1 for i in range(length)]
 
 
-@pytest.fixture(scope="module", params=["gemma3", "gpt-oss", "mistral"])
+@pytest.fixture(scope="module", params=MODELS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(request.param, tmp_path_factory.mktemp(request.param), sliding_window=WINDOW)
+    return make_checkpoint(request.param, tmp_path_factory.mktemp(request.param), **MODELS[request.param])
 
 
 def worker(folder: Path, role: str, tp_size: int, block_size: int, **more: object) -> Worker:
@@ -100,7 +104,7 @@ def test_of_a_window_no_more_is_sent_than_decode_needs(folder: Path, fleet: dict
     sent = prefill.stats.kv_bytes_sent - before
 
     cells = sum(length if window is None else WINDOW - 1 for window in config.layer_windows)
-    kv_bytes = cells * 2 * config.num_key_value_heads * config.head_dim * 4
+    kv_bytes = cells * config.num_kv_planes * config.num_key_value_heads * config.head_dim * 4
     assert kv_bytes < sent < 1.05 * kv_bytes
     assert (sent - kv_bytes) % HEADER_BYTES == 0
 
@@ -119,7 +123,7 @@ def test_a_conversation_goes_on_with_what_both_workers_have(
     config = read_model(folder)
     new = len(turns) - (len(first) + NUM_TOKENS - 1) // 16 * 16
     cells = sum(new if window is None else min(new, WINDOW - 1) for window in config.layer_windows)
-    assert received < 1.2 * cells * 2 * config.num_key_value_heads * config.head_dim * 4
+    assert received < 1.2 * cells * config.num_kv_planes * config.num_key_value_heads * config.head_dim * 4
 
     moved = [*turns, *second[0][:5]]
     assert outputs_of("moved", moved, decode, other)[0][:9] == second[0][5:]
@@ -138,3 +142,24 @@ def test_other_transports_and_rounded_kv_give_one_workers_tokens(folder: Path, m
             params = SamplingParams(max_output_tokens=NUM_TOKENS, temperature=0.0)
             ((completion,),) = Engine(runner, blocks, VOCAB_SIZE, 48).generate([prompt_of(length)], [params])
             assert outputs == [completion.token_ids], length
+
+
+@pytest.mark.battery
+@pytest.mark.timeout(1200)
+def test_latents_are_handed_over_between_any_two_tensor_parallel_sizes(tmp_path: Path) -> None:
+    """Every receiving rank gets each latent once. `pytest -m battery` runs it; it starts eleven ranks."""
+    folder, sizes = make_checkpoint("deepseek-v2", tmp_path), (1, 2, 4)
+    config, length = read_model(folder), 203
+    sides = [(role, size) for role in ("prefill", "decode") for size in sizes]
+    with running(*[worker(folder, role, size, 16 if role == "prefill" else 32) for role, size in sides]) as workers:
+        fleet = dict(zip(sides, workers, strict=True))
+        for (sender, receiver), kind in itertools.product(itertools.product(sizes, sizes), KINDS):
+            prefill, decode = fleet["prefill", sender], fleet["decode", receiver]
+            before = decode.stats.kv_bytes_received
+            for number in (length, 17, 1):
+                outputs = outputs_of(f"{sender} {receiver} {kind} {number}", prompt_of(number), prefill, decode, kind)
+                assert outputs == expected(folder, prompt_of(number), kind), (sender, receiver, kind, number)
+            received = decode.stats.kv_bytes_received - before
+            if kind == "greedy" and sender == 1:
+                latents = (length + 17 + 1) * config.num_hidden_layers * config.head_dim * 4
+                assert latents < received / receiver < 1.1 * latents, (sender, receiver)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 VOCAB_SIZE = 320
 EOS_TOKEN_ID = 0
 KINDS = ("llama", "llama3-rope", "mistral", "qwen2", "qwen3")
+LATENT_KINDS = ("deepseek-v2", "deepseek-v3")
 GEMMA_KINDS = ("gemma2", "gemma3")
 """With layers that have a window between others, and much else."""
 
@@ -28,6 +29,9 @@ _CLASSES = {
     "mixtral": "Mixtral",
     "qwen2-moe": "Qwen2Moe",
     "qwen3-moe": "Qwen3Moe",
+    "deepseek-v2": "DeepseekV2",
+    "deepseek-v3": "DeepseekV3",
+    "glm4-moe": "Glm4Moe",
     "gemma2": "Gemma2",
     "gemma3": "Gemma3",
     "qwen3-next": "Qwen3Next",
@@ -62,6 +66,21 @@ _LLAMA3_ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 256,
+}
+
+_LATENTS = {
+    "head_dim": None,
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
 }
 
 _KIND_FIELDS: dict[str, dict[str, Any]] = {
@@ -113,6 +132,22 @@ _KIND_FIELDS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 256,
         },
     },
+    "deepseek-v2": _LATENTS
+    | {
+        "q_lora_rank": None,
+        "topk_method": "group_limited_greedy",
+        "routed_scaling_factor": 1.5,
+        "n_shared_experts": 2,
+    },
+    "glm4-moe": {
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "routed_scaling_factor": 1.5,
+    },
+    "deepseek-v3": _LATENTS | {"q_lora_rank": 24, "routed_scaling_factor": 2.5, "n_shared_experts": 1},
     "gemma2": {"sliding_window": 24, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0},
     "gemma3": {"sliding_window": 24, "query_pre_attn_scalar": 24, "num_hidden_layers": 7, "sliding_window_pattern": 3},
     "phi3": {"head_dim": None, "pad_token_id": EOS_TOKEN_ID, "sliding_window": 24},
@@ -283,6 +318,9 @@ def _randomize(model: torch.nn.Module, seed: int) -> None:
                 scale = 0.8 if "linear_attn" in name else 1.3  # states add up what they are given
                 value = noise * scale / parameter.shape[-1] ** 0.5
             parameter.copy_(value)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
 
 
 def _make_tokenizer() -> Any:

@@ -24,7 +24,7 @@ from engine.quantization.interface import TritonProducts
 from engine.tp import ProcessGroupTP, SingleGroup
 
 KERNELS, WHY_NOT = native()
-KINDS = ("mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss")
+KINDS = ("mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "deepseek-v2", "deepseek-v3")
 needs_kernels = pytest.mark.skipif(
     KERNELS is None or not KERNELS.has_bf16_products, reason=f"no products in bfloat16 here: {WHY_NOT}"
 )

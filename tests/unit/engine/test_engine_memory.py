@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import GEMMA_KINDS, KINDS, make_checkpoint
+from checkpoints import GEMMA_KINDS, KINDS, LATENT_KINDS, make_checkpoint
 from engine_steps import held_bytes, make_runner, on_each_rank
 
 from cluster.errors import ConfigError
@@ -58,7 +58,7 @@ def test_what_kernels_multiply_is_counted_with_what_pads_it(tmp_path: Path) -> N
     assert runner.weight_form == (tiled if kernels is not None and kernels.has_products else plain)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *GEMMA_KINDS, "qwen3-next"])
+@pytest.mark.parametrize("kind", [*KINDS, *GEMMA_KINDS, *LATENT_KINDS, "qwen3-next"])
 def test_so_are_those_of_each_architecture_and_rank(kind: str, tmp_path: Path) -> None:
     folder = make_checkpoint(kind, tmp_path, **({"mlp_bias": True} if kind == "llama" else {}))
     config = read_model(folder)

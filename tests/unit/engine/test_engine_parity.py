@@ -20,6 +20,15 @@ from engine.step_input import SequenceSlice, build_step
 
 NUM_TOKENS = 100
 _SCALED = {"rope_theta": 10000.0, "factor": 4.0}
+_DEEPSEEK_YARN = {
+    "rope_type": "yarn",
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    **_SCALED,
+}
 _QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -71,6 +80,32 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_conv_kernel_dim": 2,
             "linear_value_head_dim": 12,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "deepseek-v2": ("deepseek-v2", {}),
+    "deepseek-v2-greedy-yarn": (
+        "deepseek-v2",
+        {"topk_method": "greedy", "q_lora_rank": 24, "rope_parameters": _DEEPSEEK_YARN, "first_k_dense_replace": 0},
+    ),
+    "deepseek-v3": ("deepseek-v3", {}),
+    "deepseek-v3-yarn": ("deepseek-v3", {"rope_parameters": _DEEPSEEK_YARN, "norm_topk_prob": False}),
+    "deepseek-v3-halves-wide-values": (
+        "deepseek-v3",
+        {"rope_interleave": False, "q_lora_rank": None, "v_head_dim": 40, "n_group": 1, "topk_group": 1},
+    ),
+    "deepseek-v3-biased-dense": ("deepseek-v3", {"attention_bias": True, "first_k_dense_replace": 4}),
+    "glm4-moe": ("glm4-moe", {}),
+    "glm4-moe-groups-one-kv-head": (
+        "glm4-moe",
+        {
+            "use_qk_norm": False,
+            "attention_bias": False,
+            "num_key_value_heads": 1,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
         },
     ),
     "gemma2": ("gemma2", {}),

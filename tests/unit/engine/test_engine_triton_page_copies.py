@@ -45,8 +45,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.cpu().contiguous().view(-1).view(torch.uint8)
 
 
-def buffer_of(what: Range, heads: slice, head_dim: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    shape = (what.layer_end - what.layer_start, 2, what.num_tokens, heads.stop - heads.start, head_dim)
+def buffer_of(what: Range, heads: slice, head_dim: int, dtype: torch.dtype, seed: int, planes: int = 2) -> torch.Tensor:
+    shape = (what.layer_end - what.layer_start, planes, what.num_tokens, heads.stop - heads.start, head_dim)
     return random_bytes(*shape, dtype=dtype, seed=seed)
 
 
@@ -57,11 +57,17 @@ def must_copy(*arguments: object) -> bool:
 
 
 def check_both_ways(
-    dtype: torch.dtype, num_heads: int, head_dim: int, block_size: int, what: Range, heads: slice
+    dtype: torch.dtype,
+    num_heads: int,
+    head_dim: int,
+    block_size: int,
+    what: Range,
+    heads: slice,
+    planes: int = 2,
 ) -> None:
-    pool = random_bytes(LAYERS, 2, BLOCKS, block_size, num_heads, head_dim, dtype=dtype)
-    expected, found = (buffer_of(what, heads, head_dim, dtype, seed=1) for _ in range(2))
-    found, source = found.to(DEVICE), buffer_of(what, heads, head_dim, dtype, seed=2)
+    pool = random_bytes(LAYERS, planes, BLOCKS, block_size, num_heads, head_dim, dtype=dtype)
+    expected, found = (buffer_of(what, heads, head_dim, dtype, seed=1, planes=planes) for _ in range(2))
+    found, source = found.to(DEVICE), buffer_of(what, heads, head_dim, dtype, seed=2, planes=planes)
     target = pool.to(DEVICE, copy=True)
 
     pages.gather(pool, TABLE, what, heads, expected)
@@ -86,6 +92,12 @@ def test_any_pool_has_the_bytes_that_the_cpu_copies(
 @pytest.mark.parametrize("heads", [slice(0, 4), slice(1, 3), slice(3, 4)], ids=str)
 def test_any_tokens_layers_and_heads_have_the_bytes_that_the_cpu_copies(what: Range, heads: slice) -> None:
     check_both_ways(torch.bfloat16, 4, 24, 16, what, heads)
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.bfloat16, 576), (torch.int8, 44)], ids=str)
+@pytest.mark.parametrize("what", [Range(0, 64, 0, 3), Range(17, 37, 1, 3)])
+def test_latents_are_copied_as_one_plane(dtype: torch.dtype, head_dim: int, what: Range) -> None:
+    check_both_ways(dtype, 1, head_dim, 16, what, slice(0, 1), planes=1)
 
 
 @pytest.mark.parametrize(("dtype", "num_heads", "head_dim"), FORMATS, ids=str)

@@ -41,6 +41,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {}),
     "mistral, window of 3": ("mistral", {"sliding_window": 3}),
     "qwen3-next": ("qwen3-next", {}),
+    "deepseek-v2": ("deepseek-v2", {}),
+    "deepseek-v3": ("deepseek-v3", {}),
     "qwen3": ("qwen3", {"use_sliding_window": True, "sliding_window": 50, "max_window_layers": 2}),
 }
 LAYERS: list[Any] = [
@@ -49,7 +51,7 @@ LAYERS: list[Any] = [
 ]
 """Windows of a model's layers, and its layers with a state."""
 
-POOLS = [("gemma2, window of 5", 20), ("gemma3", 40), ("mistral", 6), ("qwen3-next", 24)]
+POOLS = [("gemma2, window of 5", 20), ("gemma3", 40), ("mistral", 6), ("qwen3-next", 24), ("deepseek-v2", 16)]
 
 
 class _Step:
@@ -281,7 +283,7 @@ def test_greedy_tokens_are_those_of_transformers(folder_of: Any, name: str, budg
         assert bench.output(f"{length}") == expected(folder, prompt_of(length)), length
 
 
-@pytest.mark.parametrize("name", ["gemma3", "mistral, window of 3", "qwen3-next"])
+@pytest.mark.parametrize("name", ["gemma3", "mistral, window of 3", "qwen3-next", "deepseek-v3"])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 def test_sequences_of_one_prompt_share_its_windows(folder_of: Any, name: str, kv_cache_dtype: str) -> None:
     folder = folder_of(name)
@@ -315,7 +317,7 @@ def test_preempted_sequences_go_on_with_the_same_tokens(
     assert [bench.output(f"{number}") for number in range(3)] == [expected(folder, one, 100) for one in prompts]
 
 
-@pytest.mark.parametrize("name", ["gemma2, window of 5", "gemma3", "mistral", "mistral, window of 3", "qwen3-next"])
+@pytest.mark.parametrize("name", ["gemma2, window of 5", "gemma3", "mistral, window of 3", "qwen3-next", "deepseek-v3"])
 def test_a_conversation_goes_on_from_the_prefix_cache(folder_of: Any, name: str) -> None:
     """Also after the beginning of what the windows kept has been evicted."""
     folder = folder_of(name)
