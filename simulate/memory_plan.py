@@ -10,6 +10,7 @@ from typing import Any
 
 from cluster.config.choices import QuantizationName
 from cluster.errors import ConfigError
+from engine.models.config import MAX_EXPANDED
 from simulate.devices import DeviceSpec
 from simulate.shapes import DeviceLayout, ModelShape
 
@@ -58,8 +59,9 @@ class MemoryQuestion:
         shape, tp_size = self.shape, layout.tp_size
         tokens = min(self.max_num_batched_tokens, self.max_num_seqs * shape.max_position_embeddings)
         rows = min(self.max_num_seqs, tokens)
-        heads, kv, rope_dim = _widths(shape, tp_size)
-        attention = tokens * (2 * heads + 2 * kv + 2 * rope_dim) + 2 * shape.max_position_embeddings * kv
+        heads, kv, turned = _widths(shape, tp_size)
+        attention = tokens * (2 * heads + 2 * kv + 2 * turned) + 2 * shape.max_position_embeddings * kv
+        attention += _expanded_elements(shape, tp_size)
         mlp = tokens * (_mlp_elements(shape, layout) + shape.hidden_size)
         layer = (3 * tokens * shape.hidden_size + max(attention, mlp)) * shape.element_bytes
         scored = min(tokens, max(1, _SCORED_BYTES // (_LOGIT_BYTES * shape.vocab_size)))
@@ -180,12 +182,21 @@ def _remedy(question: MemoryQuestion) -> str:
 
 
 def _widths(shape: ModelShape, tp_size: int) -> tuple[int, int, int]:
-    """Elements of a token's query heads, of its keys, and of its rotary part, on one device."""
+    """Elements of a token's query heads, of its keys, and of one head, on one device."""
     heads = shape.num_attention_heads // tp_size
     if shape.latent is not None:
-        latent = shape.latent
-        return heads * (latent.nope_dim + latent.rope_dim), latent.kv_rank + latent.rope_dim, latent.rope_dim
+        return heads * shape.latent.width, shape.latent.width, shape.latent.width
     return heads * shape.head_dim, shape.kv_heads(tp_size) * shape.head_dim, shape.head_dim
+
+
+def _expanded_elements(shape: ModelShape, tp_size: int) -> int:
+    """Elements of keys and values that are made of latents at a time, by way of both together and of both padded."""
+    if shape.latent is None:
+        return 0
+    width = max(shape.latent.nope_dim + shape.latent.rope_dim, shape.latent.value_dim)
+    at_once = max(1, MAX_EXPANDED // (shape.max_position_embeddings * width))
+    heads = min(shape.num_attention_heads // tp_size, at_once)
+    return 4 * shape.max_position_embeddings * width * heads
 
 
 def _mlp_elements(shape: ModelShape, layout: DeviceLayout) -> int:

@@ -79,7 +79,7 @@ def read_shape(values: dict[str, Any], where: str, name: str) -> ModelShape:
         has_qkv_bias=served.attention_bias if served else has_bias,
         has_output_bias=served.attention_output_bias if served else has_bias,
         has_mlp_bias=served.mlp_bias if served else fields.flag("mlp_bias"),
-        experts=_experts(fields),
+        experts=_experts(fields, served),
         latent=_latent(fields),
     )
     if shape.latent is None and heads % shape.num_key_value_heads:
@@ -139,7 +139,7 @@ def _quantization(fields: Fields, where: str) -> QuantizationName:
     )
 
 
-def _experts(fields: Fields) -> ExpertsShape | None:
+def _experts(fields: Fields, served: ModelConfig | None) -> ExpertsShape | None:
     if fields.get("n_routed_experts") is None:
         return None
     num_layers, inner = fields.size("num_hidden_layers"), fields.size("moe_intermediate_size", _dense_size(fields))
@@ -155,6 +155,7 @@ def _experts(fields: Fields) -> ExpertsShape | None:
         intermediate_size=inner,
         shared_intermediate_size=shared,
         has_shared_gate=fields.get("shared_expert_intermediate_size") is not None,
+        num_biases=served.experts.num_biases if served and served.experts else 0,
     )
 
 

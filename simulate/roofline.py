@@ -58,7 +58,7 @@ class ComputedCurve:
         self._flops = efficiency.flops * device.peak_flops("fp8" if quantization == "fp8" else "bfloat16")
         self._attention_flops = efficiency.flops * device.peak_flops("bfloat16")
         self._bytes_per_s = efficiency.memory * device.memory_bytes_per_s
-        self._dense = self._part(quantization, "attention", "mlp", "gate")
+        self._dense = self._part(quantization, "attention", "mlp", "unrounded")
         self._routed = self._part(quantization, "experts")
         self._head = self._part(quantization, "head")
         self._kv_bytes = shape.kv_bytes_per_token(layout.tp_size, kv_dtype or shape.dtype)

@@ -13,7 +13,7 @@ from typing import Literal
 from cluster.config.choices import QuantizationName
 from cluster.errors import ConfigError
 
-MatrixKind = Literal["attention", "mlp", "experts", "gate", "embedding", "head"]
+MatrixKind = Literal["attention", "mlp", "experts", "unrounded", "embedding", "head"]
 KV_CELL_BYTES = {"float32": (4, 0), "bfloat16": (2, 0), "float16": (2, 0), "int8": (1, 4), "fp8": (1, 4)}
 """By the KV cache's type: bytes of an element, and of the scale of each head of each token."""
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -71,6 +71,8 @@ class ExpertsShape:
     intermediate_size: int
     shared_intermediate_size: int
     """Of the expert that every token takes; 0: there is none."""
+    num_biases: int = 0
+    """Float32 numbers of all layers that are added to the experts' scores for the choice."""
     has_shared_gate: bool = False
     """Whether that one's output is weighed by a gate of its own."""
 
@@ -85,6 +87,10 @@ class LatentShape:
     nope_dim: int
     rope_dim: int
     value_dim: int
+
+    @property
+    def width(self) -> int:
+        return self.kv_rank + self.rope_dim
 
 
 @dataclass(frozen=True)
@@ -207,7 +213,7 @@ class ModelShape:
         return [
             *([of(rank, hidden), of(query, rank)] if rank else [of(query, hidden)]),
             of(latent.kv_rank + latent.rope_dim, hidden),
-            of(heads * (latent.nope_dim + latent.value_dim), latent.kv_rank),
+            MatrixGroup("unrounded", heads * (latent.nope_dim + latent.value_dim), latent.kv_rank, layers),
             of(hidden, heads * latent.value_dim),
         ]
 
@@ -229,7 +235,9 @@ class ModelShape:
         return [
             *self._mlps(held, experts.intermediate_size // sliced, "experts"),
             *self._mlps(experts.num_layers, experts.shared_intermediate_size // layout.tp_size),
-            MatrixGroup("gate", experts.num_routed + experts.has_shared_gate, self.hidden_size, experts.num_layers),
+            MatrixGroup(
+                "unrounded", experts.num_routed + experts.has_shared_gate, self.hidden_size, experts.num_layers
+            ),
         ]
 
     def vector_elements(self, tp_size: int) -> int:
@@ -237,6 +245,7 @@ class ModelShape:
         attended = self.num_attention_heads // tp_size * self.head_dim
         kv = self.kv_heads(tp_size) * self.head_dim
         count = 2 * self.hidden_size
+        count += 0 if self.latent is None else self.latent.query_rank + self.latent.kv_rank
         count += attended + kv if self.has_qk_norm else 0
         count += attended + 2 * kv if self.has_qkv_bias else 0
         count += self.hidden_size if self.has_output_bias else 0
@@ -244,8 +253,8 @@ class ModelShape:
         return self.num_hidden_layers * count + self.hidden_size
 
     def group_bytes(self, group: MatrixGroup, quantization: QuantizationName) -> int:
-        """Bytes of matrices as a GPU keeps them; embedding and gates are never rounded."""
-        if quantization == "none" or group.kind in ("embedding", "gate"):
+        """Bytes of matrices as a GPU keeps them; the embedding, gates and what expands latents are never rounded."""
+        if quantization == "none" or group.kind in ("embedding", "unrounded"):
             return group.num_elements * self.element_bytes
         rows = group.count * group.num_outputs
         if quantization == "int4" and group.num_inputs % _INT4_GROUP == 0:
@@ -255,6 +264,7 @@ class ModelShape:
     def weight_bytes(self, layout: DeviceLayout, quantization: QuantizationName) -> int:
         """Bytes of one device's weights. A tied head that is rounded is kept beside the embedding."""
         total = self.vector_elements(layout.tp_size) * self.element_bytes
+        total += _ELEMENT_BYTES["float32"] * self.experts.num_biases if self.experts else 0
         for group in self.matrices(layout):
             total += self.group_bytes(group, quantization)
             if group.kind == "head" and self.tie_word_embeddings and quantization != "none":

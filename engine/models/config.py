@@ -28,7 +28,7 @@ _COMMON = frozenset(
     }
 )
 """Fields of `ModelConfig` that every model has; each of the others is a feature."""
-_MAX_EXPANDED = 1 << 26
+MAX_EXPANDED = 1 << 26
 """Elements of keys, and as many of values, that are made of latents at a time, unless one head has more."""
 
 
@@ -138,7 +138,7 @@ class LatentConfig:
 
     def heads_at_once(self, num_keys: int, num_heads: int) -> int:
         """Heads of which keys and values are made at a time, of so many that a rank has."""
-        return min(num_heads, max(1, _MAX_EXPANDED // (num_keys * self.expanded_dim)))
+        return min(num_heads, max(1, MAX_EXPANDED // (num_keys * self.expanded_dim)))
 
 
 @dataclass(frozen=True)

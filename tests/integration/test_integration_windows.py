@@ -24,7 +24,7 @@ KINDS = {"greedy": {"temperature": 0.0}, "three at once": {"temperature": 1.0, "
 PAIRS = [((1, 16), (1, 32)), ((1, 32), (1, 16)), ((1, 16), (2, 16)), ((2, 32), (1, 16)), ((2, 32), (2, 16))]
 """Tensor-parallel and block size of the prefill worker, and of the decode worker."""
 MODELS: dict[str, dict[str, object]] = {
-    **dict.fromkeys(("gemma3", "gpt-oss", "mistral"), {"sliding_window": WINDOW}),
+    **{kind: {"sliding_window": WINDOW} for kind in ("gemma3", "gpt-oss", "mistral")},
     "deepseek-v3": {},
 }
 

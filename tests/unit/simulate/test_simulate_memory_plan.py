@@ -51,7 +51,9 @@ def test_kv_of_a_token_with_grouped_heads_and_with_a_latent_vector() -> None:
     assert latent.kv_bytes_per_token(1, "bfloat16") == latent.kv_bytes_per_token(8, "bfloat16") == 61 * 576 * 2
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2-moe", "qwen3-moe"])
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v3"]
+)
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_weights_kv_and_reserve_are_those_of_the_engine_for_families_that_it_serves(
     tmp_path: Path, family: str, tp_size: int
