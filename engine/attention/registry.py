@@ -45,8 +45,8 @@ ATTENTION_BACKENDS: dict[str, Make] = {
     "cpu": lambda device, dtype, kernels: _cpu_backend(kernels),
 }
 """In the order in which `auto` prefers them where it does not time them; the last one runs everywhere."""
-TAKES_EXTRAS = ("triton", "cpu")
-"""Backends that take what only some models need: soft caps, attention sinks, heads as wide as latents."""
+TAKES_EXTRAS = {"triton": ("soft caps", "attention sinks"), "cpu": ("soft caps", "attention sinks", "latents")}
+"""What only some models need, by the backends that take it. Latents are heads too wide for the others' kernels."""
 
 
 def choose_attention(
@@ -152,9 +152,8 @@ def _cpu_backend(kernels: Kernels | None) -> Attention | str:
 
 def _misfit(name: str, extras: Sequence[str]) -> str:
     """Why a backend does not fit a model that needs `extras`; empty if it does."""
-    return f"{name} takes no {' and no '.join(extras)}, which this model has" * (
-        name not in TAKES_EXTRAS and bool(extras)
-    )
+    missing = [extra for extra in extras if extra not in TAKES_EXTRAS.get(name, ())]
+    return f"{name} takes no {' and no '.join(missing)}, which this model has" if missing else ""
 
 
 def _make(

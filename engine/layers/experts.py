@@ -204,7 +204,7 @@ def _within_groups(ranked: Tensor, routing: Routing) -> Tensor:
     """Scores [T, N], minus infinity in the groups that a token does not choose among."""
     if routing.num_chosen_groups == routing.num_groups:
         return ranked
-    groups = ranked.view(len(ranked), routing.num_groups, -1)
+    groups = ranked.view(len(ranked), routing.num_groups, ranked.shape[1] // routing.num_groups)
     chosen = groups.topk(routing.num_summed, dim=-1).values.sum(dim=-1).topk(routing.num_chosen_groups, dim=-1).indices
     is_left_out = torch.ones(groups.shape[:2], dtype=torch.bool, device=ranked.device).scatter_(1, chosen, False)
     left: Tensor = groups.masked_fill(is_left_out.unsqueeze(-1), float("-inf"))

@@ -22,7 +22,7 @@ from engine.native.build import BuildFailed, build
 from engine.native.structures import DecodeBatch, DecodeModel, NativeExperts, Tiles, Weight
 
 DTYPES = (torch.float32, torch.bfloat16)
-MAX_HEAD_DIM = 512
+MAX_HEAD_DIM = 1024
 _POINTER, _COUNT, _FLOAT, _FLAG = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _WEIGHT = ctypes.POINTER(Weight)
 DECODE_PAGES = {torch.bfloat16: "bfloat16", torch.int8: "int8"}

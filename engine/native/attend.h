@@ -202,7 +202,7 @@ void attend_head(const Pages<P>& pages, const T* q, const int32_t* table, int64_
       score<heads.value>(&s.query[g * dim], s.keys.data(), &s.scores[g * kChunk], count, dim);
     });
     for (int64_t g = 0; g < group; ++g) s.soften(g, count, pages.scale, pages.soft_cap, dim);
-    load(pages.values, start, count);
+    if (pages.values != pages.keys) load(pages.values, start, count);
     by_fours(group, [&](int64_t g, auto heads) {
       mix<heads.value>(&s.scores[g * kChunk], s.keys.data(), &s.sum[g * dim], count, dim);
     });

@@ -6,11 +6,38 @@
 
 namespace {
 
+// Shares of the query heads of the only KV head, for threads that would have nothing to do: whole fours of them, each of
+// which reads the keys anew.
+template <typename P>
+int64_t shares_of_one_head(const Pages<P>& pages, int64_t sequences, int64_t threads) {
+  int64_t shares = pages.kv_heads == 1 ? threads / std::max<int64_t>(1, sequences) : 1;
+  while (shares > 1 && pages.q_heads % (4 * shares)) --shares;
+  return shares;
+}
+
 template <typename T, typename P>
 void paged_attention(const Pages<P>& pages, const T* q, int64_t q_stride, const int32_t* tables, int64_t table_width,
                      const int32_t* lengths, const int64_t* rows, T* out, int64_t sequences) {
+  const int64_t most = omp_get_max_threads();
+  if (const int64_t shares = shares_of_one_head(pages, sequences, most); shares > 1) {
+    const int64_t heads = pages.q_heads / shares;
+#pragma omp parallel
+    {
+      Scratch scratch(heads, pages.dim);
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t unit = 0; unit < sequences * shares; ++unit) {
+        const int64_t s = unit / shares, first = unit % shares * heads;
+        Pages<P> some = pages;
+        some.q_heads = heads;
+        if (pages.sinks) some.sinks += first;
+        attend(some, q + rows[s] * q_stride + first * pages.dim, tables + s * table_width, lengths[s], 0, 1,
+               out + (rows[s] * pages.q_heads + first) * pages.dim, scratch);
+      }
+    }
+    return;
+  }
   const int64_t group = pages.group(), dim = pages.dim;
-  const int64_t at_once = heads_at_once(sequences, pages.kv_heads, omp_get_max_threads());
+  const int64_t at_once = heads_at_once(sequences, pages.kv_heads, most);
   const int64_t parts = (pages.kv_heads + at_once - 1) / at_once;
 #pragma omp parallel if (sequences * parts > 1)
   {
