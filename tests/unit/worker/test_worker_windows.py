@@ -40,9 +40,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss, window of 5": ("gpt-oss", {"sliding_window": 5, "num_key_value_heads": 1, "head_dim": 24}),
     "mistral": ("mistral", {}),
     "mistral, window of 3": ("mistral", {"sliding_window": 3}),
-    "qwen3-next": ("qwen3-next", {}),
-    "deepseek-v2": ("deepseek-v2", {}),
-    "deepseek-v3": ("deepseek-v3", {}),
+    **{kind: (kind, {}) for kind in ("deepseek-v2", "deepseek-v3", "qwen3-next")},
     "qwen3": ("qwen3", {"use_sliding_window": True, "sliding_window": 50, "max_window_layers": 2}),
 }
 LAYERS: list[Any] = [
