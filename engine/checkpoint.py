@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -50,6 +52,8 @@ class TensorSlice:
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of what is read."""
+        if not self.shape:  # a single number
+            return ()
         stop = self.shape[self.dim] if self.stop is None else self.stop
         return (*self.shape[: self.dim], stop - self.start, *self.shape[self.dim + 1 :])
 
@@ -109,6 +113,11 @@ class Checkpoint:
         return tuple(self._handles)
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all tensors."""
+        return tuple(self._file_of_tensor)
+
+    @property
     def num_tensors(self) -> int:
         return len(self._file_of_tensor)
 
@@ -142,7 +151,8 @@ class Checkpoint:
             self._stream = WeightStream(out.device)
         if self._stream is None or self._stream.device != out.device:
             before = () if part.stack is None else (slice(part.stack[0], part.stack[0] + 1),)
-            found_rows = source[(*before, *(slice(None),) * part.dim, slice(part.start, part.stop))]
+            rows = (*before, *(slice(None),) * part.dim, slice(part.start, part.stop))
+            found_rows = source[rows if part.shape else ...]
             out.copy_(found_rows.view(part.local_shape))
         else:
             self._read_through(self._stream, part, dtype, out)
@@ -184,6 +194,10 @@ class Checkpoint:
             data = self._handles[self._file_of_tensor[name]].get_tensor(name)
             if not data.count_nonzero():
                 self._unread.discard(name)
+
+    def discard(self, patterns: Sequence[re.Pattern[str]]) -> None:
+        """Counts tensors in whose names one of the patterns is found as read."""
+        self._unread = {name for name in self._unread if not any(pattern.search(name) for pattern in patterns)}
 
     def num_unread(self, beginnings: tuple[str, ...]) -> int:
         """Returns how many tensors with these beginnings of names were never read."""

@@ -140,6 +140,10 @@ def weight_bytes(config: ModelConfig, tp_size: int, form: WeightForm) -> int:
     if config.tie_word_embeddings and is_plain:
         head -= embedding
     layers = sum(kept.size_bytes for m in layer_matrices(config, tp_size) for kept in _kept(config, m, form))
+    if config.foreign is not None:  # each rank holds the whole embedding
+        table = config.vocab_size * config.hidden_size * kind.itemsize
+        head += embedding if config.tie_word_embeddings and is_plain and tp_size > 1 else 0
+        return layers + table + head + config.foreign.num_vector_elements * kind.itemsize
     num_attending = config.num_hidden_layers - len(config.state_layers)
     vectors = num_attending * layer_vector_elements(config, tp_size) + config.hidden_size
     vectors += expert_vector_elements(config, tp_size)

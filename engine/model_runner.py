@@ -7,6 +7,7 @@ decided elsewhere; the runner trusts a step that `build_step` made.
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,8 +32,9 @@ from engine.layers.ops import choose_ops
 from engine.layers.rope import RopeTable
 from engine.memory import resolve_block_size, resolve_device, resolve_dtype, resolve_kv_dtype
 from engine.model_cost import choose_form
-from engine.models.decoder import UNUSED_TENSORS, Decoder, StepContext
+from engine.models.decoder import Decoder, StepContext
 from engine.models.folder import read_model
+from engine.models.loading import load_model
 from engine.native import Native
 from engine.native.decode_step import choose_decode_step
 from engine.sampling.params import SampleRow
@@ -67,6 +69,7 @@ class ModelRunner:
         block_size: int | None,
         num_blocks: int | None = None,
         attention: str = "auto",
+        model_impl: str = "auto",
         quantization: str = "none",
         kv_cache_dtype: str = "auto",
         kernels: str = "auto",
@@ -85,7 +88,7 @@ class ModelRunner:
 
         `open_weights` opens the weights, by default those of the folder's files.
         """
-        self.config = read_model(model_path).with_expert_parallel(expert_parallel, tp.size)
+        self.config = read_model(model_path, model_impl).with_expert_parallel(expert_parallel, tp.size)
         self.config.check_tp_size(tp.size)
         if deterministic:
             self.config.check_deterministic()
@@ -129,13 +132,18 @@ class ModelRunner:
         with open_weights(Path(model_path)) as checkpoint:
             keeps_codes, packing = self.weight_form.keeps_codes, self.config.packing
             loader = Loader(checkpoint, tp, self.device, torch_dtype, products, quantization, packing, keeps_codes, ops)
-            self._model = self._load(checkpoint, loader, report or (lambda line: None))
+            self._model = load_model(self.config, Path(model_path), loader, report or (lambda line: None))
+            if self.config.foreign is not None:
+                check = importlib.import_module("engine.models.transformers_check").check_steps
+                check(self._model, self.config, self._attention, self._kv_dtype, self.block_size, self.device)
         self._native = products if isinstance(products, Native) else None
         self._advance = choose_advance(products)
         if capture is None:
             obstacle = self._attention.static_obstacle(self.block_size, self._kv_dtype)
             if self.config.delta_net is not None:
                 obstacle = "layers with a recurrent state are not captured"
+            if self.config.foreign is not None:
+                obstacle = "transformers' own code computes the model"
             capture, self.graphs_reason = choose_capture(graphs_up_to, self.device, tp.size, obstacle)
         """The decode steps that are CUDA graphs, or why none are."""
         self._capture_with, self._graphs_up_to, self._sampler = capture, graphs_up_to, sampler
@@ -144,19 +152,6 @@ class ModelRunner:
         """Rows of logits of the latest step."""
         if num_blocks is not None:
             self.make_pool(num_blocks)
-
-    def _load(self, checkpoint: Checkpoint, loader: Loader, report: Callable[[str], None]) -> Decoder:
-        """Raises CheckpointError for what is missing or left over."""
-        model = Decoder(self.config, loader, report)
-        if self.config.packing is not None:
-            checkpoint.discard_zeros(".bias")  # which some writers add to every packed layer
-        ignored = UNUSED_TENSORS + (() if self.config.packing is None else self.config.packing.unused_tensors)
-        ignored += ("lm_head.weight",) if self.config.tie_word_embeddings else ()
-        checkpoint.check_all_read(ignored, self.config.left_out)
-        if num_unused := checkpoint.num_unread(self.config.left_out):
-            names = " and ".join(f"{name}*" for name in self.config.left_out)
-            report(f"{num_unused} tensors of {names} are left out: layers that predict several tokens are not used")
-        return model
 
     def make_pool(self, num_blocks: int, memory: Callable[[int], torch.Tensor] | None = None) -> None:
         """Allocates the KV pool and captures decode steps over it. To be called once, before the first step, if
@@ -213,7 +208,7 @@ class ModelRunner:
             self._states,
         )
         self.decode_step, self.decode_reason = choose_decode_step(
-            self._native, self._model, config, self._kv, self._ropes[0]
+            self._native, self._model, config, self._kv, self._ropes
         )
         """Says that decode steps are one call, or why they are not."""
 
@@ -240,7 +235,9 @@ class ModelRunner:
         return {number: mlp.num_tokens.tolist() for number, mlp in self._expert_mlps().items()}
 
     def _expert_mlps(self) -> dict[int, RoutedExperts]:
-        """By layer."""
+        """By layer; those of transformers' own code are not counted."""
+        if not isinstance(self._model, Decoder):
+            return {}
         mlps = enumerate(layer.mlp for layer in self._model.layers)
         return {number: mlp for number, mlp in mlps if isinstance(mlp, RoutedExperts)}
 
@@ -333,6 +330,7 @@ class ModelRunner:
             batches,
             slots,
             tuple(rope.at(positions) for rope in self._ropes),
+            positions,
             self._kv,
             self._attention,
             on_layer,

@@ -133,7 +133,7 @@ def _worker(settings: WorkerSettings) -> dict[str, Part]:
 
 
 def _sizes(settings: WorkerSettings) -> dict[str, Any]:
-    config = read_model(settings.model.path)
+    config = read_model(settings.model.path, settings.engine.model_impl)
     config.check_tp_size(settings.tp_size)
     return {"architecture": config.architecture, "max_position_embeddings": config.max_position_embeddings}
 
@@ -150,13 +150,13 @@ def _attention(settings: WorkerSettings, device: str) -> dict[str, str]:
         kernels,
         block_size,
         getattr(torch, kv_dtype),
-        extras=read_model(settings.model.path).attention_extras,
+        extras=read_model(settings.model.path, settings.engine.model_impl).attention_extras,
     )
     return {"name": backend.name, "why": why}
 
 
 def _kernels(settings: WorkerSettings, device: str) -> dict[str, Any]:
-    engine, head_dim = settings.engine, read_model(settings.model.path).head_dim
+    engine, head_dim = settings.engine, read_model(settings.model.path, settings.engine.model_impl).head_dim
     dtype = _dtype(settings, device)
     ops, _, why = choose_ops(engine.kernels, torch.device(device), dtype, head_dim, engine.deterministic)
     return {"are_native": not isinstance(ops, TorchOps), "why": why}
@@ -171,7 +171,7 @@ def _memory(settings: WorkerSettings) -> dict[str, Any]:
 
 
 def _dtype(settings: WorkerSettings, device: str) -> torch.dtype:
-    config = read_model(settings.model.path)
+    config = read_model(settings.model.path, settings.engine.model_impl)
     dtype: torch.dtype = getattr(torch, resolve_dtype(config, settings.model.dtype, device))
     return dtype
 

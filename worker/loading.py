@@ -89,6 +89,7 @@ def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> Load
         dtype=resolved.dtype,
         block_size=resolved.block_size,
         attention=settings.engine.attention,
+        model_impl=settings.engine.model_impl,
         quantization=settings.model.quantization,
         kv_cache_dtype=settings.engine.kv_cache_dtype,
         kernels=settings.engine.kernels,

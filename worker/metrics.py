@@ -154,7 +154,8 @@ def serve_metrics(
         return None
     held = HeldCollector(metrics, lambda: ask(core.inbox.post, lambda: held_by(core)), transfer_engine)
     metrics.registry.register(held)
-    if (experts := resolved.config.experts) is not None and not resolved.is_timed:
+    is_counted = not resolved.is_timed and resolved.config.foreign is None
+    if (experts := resolved.config.experts) is not None and is_counted:
         asked = partial(ask, core.inbox.post, expert_tokens)
         metrics.registry.register(ExpertCollector(experts, settings.tp_size, asked))
     if meter is not None:

@@ -154,7 +154,8 @@ def resolve(settings: WorkerSettings) -> Resolved:
     if settings.engine.timed_steps.is_on:
         return _resolve_timed(settings)
     device = resolve_device(settings.engine.device)
-    config = read_model(settings.model.path).with_expert_parallel(settings.expert_parallel, settings.tp_size)
+    config = read_model(settings.model.path, settings.engine.model_impl)
+    config = config.with_expert_parallel(settings.expert_parallel, settings.tp_size)
     if settings.engine.deterministic:
         config.check_deterministic()
     dtype = resolve_dtype(config, settings.model.dtype, device)
@@ -178,7 +179,7 @@ def _resolve_timed(settings: WorkerSettings) -> Resolved:
     engine, transfer = settings.engine, settings.transfer
     for key, why in timed_obstacles(engine.device, transfer.wire_format, {"tensor_parallel": settings.tp_size}):
         raise ConfigError(f"{key}: {why}")
-    config = timed_config(read_model(settings.model.path))
+    config = timed_config(read_model(settings.model.path, settings.engine.model_impl))
     return Resolved(
         settings=settings.with_values(kernels="torch", deterministic=False, quantization="none"),
         config=config,

@@ -95,6 +95,10 @@ class EngineSection:
     """Who computes on a CPU; native: Baton's kernels, compiled for the processor at the first start, which needs a C++
     compiler; auto: those where they can be had, else torch. On a GPU, who computes between products and attention,
     and who copies pages in a hand-off; auto: Baton's kernels in Triton where they can be had."""
+    model_impl: choices.ModelImplName = field(default="auto", metadata=shared("both compute tokens of one request"))
+    """Whose code computes the model; native: Baton's; transformers: transformers' own, with Baton's attention, paged KV
+    and matrix products in it, which needs the extra baton[transformers]; auto: Baton's for the families that it has,
+    else transformers' if that is installed. docs/transformers.md says what is served so, and how fast."""
     deterministic: bool = field(default=False, metadata=shared("both compute tokens of one request"))
     """Give each token the same bits whatever else a step holds, and whether it is generated or a part of a prompt, so
     that a request that moves or is replayed goes on with the same tokens where weights, GPU and tensor_parallel are

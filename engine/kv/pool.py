@@ -102,6 +102,12 @@ def cell_size(head_dim: int, dtype: torch.dtype) -> int:
     return head_dim + SCALE_BYTES if is_rounded(dtype) else head_dim
 
 
+def store(pages: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    """Writes [T, H, D] keys and values to slots, int64 [T], of a layer's pages [N, K, H, D], rounded where they are."""
+    for rows, new in zip(pages, (keys, values), strict=True):
+        rows.flatten(0, 1).index_copy_(0, slots, encode(new, rows.dtype) if is_rounded(rows.dtype) else new)
+
+
 def encode(heads: Tensor, dtype: torch.dtype = torch.int8) -> Tensor:
     """[..., D] of any floating type as [..., D + 4] of a rounded pool's type."""
     values = heads.float()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -275,6 +275,13 @@ class VocabShard:
         self.weight = torch.zeros((rows_each, hidden_size), dtype=loader.dtype, device=loader.device)
         part = TensorSlice(f"{name}.weight", (vocab_size, hidden_size), 0, self.start, self.stop)
         loader.checkpoint.read(part, self.weight[: self.stop - self.start])
+
+    @classmethod
+    def of_whole(cls, weight: torch.Tensor) -> Self:
+        """All rows of a matrix that is loaded already, whose memory is shared."""
+        shard = cls.__new__(cls)
+        shard.start, shard.stop, shard.weight = 0, len(weight), weight
+        return shard
 
 
 class VocabParallelEmbedding:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cluster.errors import ConfigError
-from engine.kv.pool import encode, is_rounded
+from engine.kv.pool import store
 from engine.layers.rope import rotate
 from engine.native import DTYPES, MAX_HEAD_DIM, Native, native
 from engine.quantization.fp8 import round_to_fp8
@@ -88,8 +88,7 @@ class TorchOps:
         if head_norm is not None:
             qk = F.rms_norm(qk, (qk.shape[-1],), eps=eps) * head_norm
         qk = rotate(qk, rope_rows)
-        for rows, new in zip(pages, (qk[:, num_heads:], qkv[:, num_turned:]), strict=True):
-            rows.flatten(0, 1).index_copy_(0, slots, encode(new, rows.dtype) if is_rounded(rows.dtype) else new)
+        store(pages, qk[:, num_heads:], qkv[:, num_turned:], slots)
         return qk[:, :num_heads]
 
 

@@ -14,6 +14,7 @@ from cluster.errors import CheckpointError, ConfigError
 from cluster.kv_groups import KvGroup, group_layers
 from engine.models.delta_net import DeltaNetConfig
 from engine.models.experts import ExpertsConfig
+from engine.models.transformers_sizes import ForeignModel
 
 if TYPE_CHECKING:
     from engine.quantization.stored import Stored
@@ -207,6 +208,8 @@ class ModelConfig:
     tensors: TensorNames = TensorNames()
     left_out: tuple[str, ...] = ()
     """Beginnings of the names of tensors that are not loaded: layers that predict several tokens."""
+    foreign: ForeignModel | None = None
+    """The sizes of a model that transformers' own modelling code computes; None: `engine.models.decoder` does."""
 
     def check_heads(self) -> None:
         """Raises CheckpointError for heads that nothing here computes."""
@@ -259,7 +262,9 @@ class ModelConfig:
 
     @cached_property
     def ropes(self) -> tuple[RopeConfig, ...]:
-        """The ropes that some layer has, each once."""
+        """The ropes that some layer has and that are computed here, each once."""
+        if self.foreign is not None:
+            return ()
         return tuple(dict.fromkeys(self.layer_ropes or (self.rope,)))
 
     def rope_of(self, layer: int) -> int:
@@ -280,10 +285,10 @@ class ModelConfig:
     def layer_kinds(self) -> tuple[int, ...]:
         """The first layer of each kind that the model has."""
         has_experts = self.experts.layers if self.experts else (False,) * self.num_hidden_layers
-        ropes = map(self.rope_of, range(self.num_hidden_layers))
+        others = self.foreign.layer_kinds if self.foreign else map(self.rope_of, range(self.num_hidden_layers))
         has_state = [layer in self.state_layers for layer in range(self.num_hidden_layers)]
         first: dict[tuple[object, ...], int] = {}
-        for layer, kind in enumerate(zip(self.layer_windows, has_state, has_experts, ropes, strict=True)):
+        for layer, kind in enumerate(zip(self.layer_windows, has_state, has_experts, others, strict=True)):
             first.setdefault(kind, layer)
         return tuple(first.values())
 
@@ -299,6 +304,10 @@ class ModelConfig:
 
     def with_expert_parallel(self, num_groups: int, tp_size: int) -> ModelConfig:
         """Returns the model with its experts divided among groups of the ranks. Raises ConfigError."""
+        if self.foreign is not None and num_groups != 1:
+            raise ConfigError(
+                f"expert_parallel: {num_groups}, and transformers' own code computes {self.architecture}; use 1"
+            )
         if self.experts is None:
             if num_groups != 1:
                 raise ConfigError(f"expert_parallel: {num_groups}, and {self.architecture} has no experts; use 1")
@@ -307,6 +316,8 @@ class ModelConfig:
 
     def _inner_sizes(self) -> list[int]:
         """Sizes of the MLPs that every rank has a slice of."""
+        if self.foreign is not None:
+            return list(self.foreign.divided_sizes)
         experts = self.experts
         if experts is None:
             return [self.intermediate_size]
@@ -315,6 +326,8 @@ class ModelConfig:
 
     def check_tp_size(self, tp_size: int) -> None:
         """Raises ConfigError naming the sizes that work."""
+        if tp_size > 1 and self.foreign is not None and self.foreign.tp_obstacle:
+            raise ConfigError(f"tensor_parallel: {self.architecture}: {self.foreign.tp_obstacle}; use 1")
         if self.allows_tp_size(tp_size):
             return
         sizes = [str(n) for n in range(1, self.num_attention_heads + 1) if self.allows_tp_size(n)]
@@ -333,6 +346,11 @@ class ModelConfig:
             raise ConfigError(
                 f"engine.deterministic: {self.architecture} has layers with a recurrent state, which takes in one "
                 "token by other products than several; set it to false"
+            )
+        if self.foreign is not None:
+            raise ConfigError(
+                f"engine.deterministic: transformers' own code computes {self.architecture}, and a row's bits depend "
+                "on the rest of its step there; set it to false"
             )
 
     def kv_head_range(self, tp_rank: int, tp_size: int) -> range:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -56,6 +56,7 @@ class StepContext:
     slots: tuple[torch.Tensor, ...]  # int64 [T], likewise
     rope_rows: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     """Of each of `ModelConfig.ropes`."""
+    positions: torch.Tensor  # int32 [T]
     kv: KvCache
     attention: Attention
     on_layer: Callable[[int], None] | None = None
@@ -364,7 +365,7 @@ class Decoder:
             head = VocabShard(loader, "lm_head", config.vocab_size, config.hidden_size)
         self.head = VocabParallelHead(head, config.vocab_size, loader)
 
-    def only(self, layers: Sequence[int]) -> Decoder:
+    def only(self, layers: Sequence[int]) -> Self:
         """This decoder without its other layers, sharing the weights."""
         other = copy.copy(self)
         other.layers = [self.layers[layer] for layer in layers]

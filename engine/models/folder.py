@@ -2,22 +2,45 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
+from cluster.errors import ConfigError
 from cluster.model_folder import has_model_file
 from engine.json_fields import Fields, read_json
 from engine.models.config import ModelConfig
 from engine.models.family import token_ids
-from engine.models.registry import read_config
+from engine.models.registry import FAMILIES, architecture_of, read_config
 from engine.quantization.stored import read_stored
 
 
-def read_model(path: str | Path) -> ModelConfig:
-    """Raises CheckpointError naming the file, the field and the remedy."""
+def read_model(path: str | Path, model_impl: str = "auto") -> ModelConfig:
+    """Raises CheckpointError naming the file, the field and the remedy.
+
+    `model_impl`: whose code is to compute the model, as `engine.model_impl` names it. Where that is transformers', this
+    loads torch and takes seconds, and raises ConfigError if transformers is not installed.
+    """
     folder = Path(path)
     fields = Fields(read_json(folder / "config.json"), "config.json")
-    config = replace(read_config(fields), packing=read_stored(fields))
+    if is_foreign(fields, model_impl):
+        trial = importlib.import_module("engine.models.transformers_trial")
+        config: ModelConfig = trial.read_foreign(folder, architecture_of(fields))
+    else:
+        config = read_config(fields)
+    config = replace(config, packing=read_stored(fields))
     generation = folder / "generation_config.json"
     eos = read_json(generation).get("eos_token_id") if has_model_file(generation) else None
     return config if eos is None else replace(config, eos_token_ids=token_ids(eos))
+
+
+def is_foreign(fields: Fields, model_impl: str = "auto") -> bool:
+    """Whether transformers' own modelling code is to compute the model of config.json's fields: it is wanted, or no
+    family here is it, the folder brings no code of its own, and transformers is installed."""
+    has_transformers = importlib.util.find_spec("transformers") is not None
+    if model_impl == "transformers" and not has_transformers:
+        raise ConfigError("engine.model_impl: transformers is not installed; pip install 'baton[transformers]'")
+    if model_impl != "auto":
+        return model_impl == "transformers"
+    return has_transformers and architecture_of(fields) not in FAMILIES and not fields.get("auto_map")

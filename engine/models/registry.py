@@ -27,11 +27,16 @@ FAMILIES: dict[str, ModelFamily] = {family.architecture: family for file in FILE
 """By the first of config.json's `architectures`."""
 
 
+def architecture_of(fields: Fields) -> str:
+    """The first of config.json's `architectures`; empty if it names none."""
+    names = fields.get("architectures") or []
+    return str(names[0]) if isinstance(names, list) and names else ""
+
+
 def read_config(fields: Fields) -> ModelConfig:
     """Reads config.json's fields by the family that they name, but for `quantization_config`. Raises CheckpointError
     naming the field and what is supported."""
-    names = fields.get("architectures") or []
-    name = names[0] if isinstance(names, list) and names else None
+    name = architecture_of(fields)
     if name not in FAMILIES and fields.get("auto_map"):
         raise CheckpointError(
             f"config.json: architecture {name!r} is computed by code that the checkpoint brings along (auto_map), "
@@ -39,7 +44,8 @@ def read_config(fields: Fields) -> ModelConfig:
         )
     if name not in FAMILIES:
         raise CheckpointError(
-            f"config.json: architecture {name!r} is not supported; Baton serves {', '.join(FAMILIES)}"
+            f"config.json: architecture {name!r} is not supported; Baton serves {', '.join(FAMILIES)}, and what "
+            "engine.model_impl: transformers can with the extra baton[transformers]"
         )
     config = FAMILIES[name].read(fields)
     config.check_heads()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from engine.models.config import LatentConfig, ModelConfig
+from engine.models.transformers_sizes import ForeignMatrix
 
 _QKV = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
 _OUT, _DOWN = ("self_attn.o_proj.weight",), ("mlp.down_proj.weight",)
@@ -48,6 +49,8 @@ class MatrixShape:
 
 def layer_matrices(config: ModelConfig, tp_size: int) -> list[MatrixShape]:
     """The matrices of all layers on one rank."""
+    if config.foreign is not None:
+        return [_foreign_matrix(matrix, tp_size) for matrix in config.foreign.matrices]
     hidden, num_layers, experts = config.hidden_size, config.num_hidden_layers, config.experts
     matrices = _attention_matrices(config, tp_size)
     net, num_states = config.delta_net, len(config.state_layers)
@@ -94,6 +97,18 @@ def _latent_matrices(config: ModelConfig, latent: LatentConfig, tp_size: int) ->
         MatrixShape(made, latent.kv_lora_rank, count, is_rounded=False, is_laid_out=False),
         MatrixShape(hidden, num_heads * latent.v_head_dim, count, is_packed=True, num_ranks=tp_size),
     ]
+
+
+def _foreign_matrix(matrix: ForeignMatrix, tp_size: int) -> MatrixShape:
+    return MatrixShape(
+        matrix.num_outputs // (tp_size if matrix.split == "outputs" else 1),
+        matrix.num_inputs // (tp_size if matrix.split == "inputs" else 1),
+        matrix.count,
+        is_packed=matrix.is_linear,
+        num_ranks=tp_size if matrix.split == "inputs" else 1,
+        is_expert=matrix.is_expert,
+        is_rounded=matrix.is_linear,
+    )
 
 
 def _mlp_matrices(inner: int, count: int, config: ModelConfig, num_ranks: int) -> list[MatrixShape]:

@@ -9,7 +9,7 @@ Legend: T sequences, each with one new token, V vocab_size.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from engine.layers.linear import Linear
 from engine.layers.rope import RopeTable
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder, DecoderLayer, GatedMlp, LayerMlp, SelfAttention
+from engine.models.loading import Model
 from engine.native import DECODE_PAGES, Native
 from engine.native.structures import DecodeBatch, DecodeModel, Layer, NativeMatrix
 from engine.quantization.interface import native_tiles
@@ -35,9 +36,11 @@ FEATURES = frozenset(
 
 
 def choose_decode_step(
-    kernels: Native | None, model: Decoder, config: ModelConfig, kv: KvCache, rope: RopeTable
+    kernels: Native | None, model: Model, config: ModelConfig, kv: KvCache, ropes: Sequence[RopeTable]
 ) -> tuple[DecodeStep | None, str]:
     """The step, or None; and why."""
+    if not isinstance(model, Decoder):
+        return None, "transformers' own code computes the model"
     if kernels is None or not kernels.has_products:
         return None, "Baton's kernels for products are not used"
     if unknown := config.features - FEATURES:
@@ -46,11 +49,11 @@ def choose_decode_step(
         return None, "Baton's kernels do not choose experts as this model does"
     if model.tp.size > 1:
         return None, "tensor-parallel ranks meet between products"
-    if kv.pool.dtype not in DECODE_PAGES or rope.cos.dtype != torch.bfloat16:
+    if kv.pool.dtype not in DECODE_PAGES or ropes[0].cos.dtype != torch.bfloat16:
         return None, "the model or its KV is not in bfloat16"
     if not all(_can_multiply(linear) for linear in _linears(model)):
         return None, "some weights are not laid out for Baton's kernels"
-    return DecodeStep(kernels, model, config, kv, rope), "decode steps are one call"
+    return DecodeStep(kernels, model, config, kv, ropes[0]), "decode steps are one call"
 
 
 class DecodeStep:
