@@ -184,6 +184,41 @@ def test_a_gemma_that_would_be_computed_wrongly_is_refused(
         read_model(_edit(make_checkpoint("gemma3", tmp_path), **changes))
 
 
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("phi3", {"rope_parameters": {"rope_type": "llama3"}}, "rope_type 'llama3' is not supported for Phi-3"),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, "short_factor must be a list of positive numbers"),
+        (
+            "phi3",
+            {"rope_parameters": {"rope_type": "su", "short_factor": [1.0]}},
+            "short_factor has 1 numbers; there are 4 pairs",
+        ),
+        ("glm4", {"partial_rotary_factor": 1.5, "rope_parameters": None}, "partial_rotary_factor must be at most 1"),
+        ("glm4", {"partial_rotary_factor": 0.2, "rope_parameters": None}, "partial_rotary_factor 0.2 turns 3 of 16"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers must have a 0 or 1 for 4 layers (got [1, 0])"),
+        ("olmo3", {"layer_types": ["full_attention"]}, "layer_types must name 4 of"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling must be a positive number (got 0)"),
+    ],
+    ids=str,
+)
+def test_an_option_of_a_family_that_is_not_computed_is_refused(
+    tmp_path: Path, kind: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read_model(_edit(make_checkpoint(kind, tmp_path), **changes))
+    assert message in str(caught.value) and "config.json" in str(caught.value)
+
+
+def test_longrope_is_served_up_to_the_original_context(tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
+    folder = _edit(make_checkpoint("phi3", tmp_path), original_max_position_embeddings=512, rope_parameters=rope)
+    config = read_model(folder)
+    assert config.max_position_embeddings == 512
+    assert (config.rope.rope_type, config.rope.factor) == ("longrope", 4.0)
+
+
 def test_soft_caps_are_refused_where_attention_does_not_take_them(tmp_path: Path) -> None:
     folder = make_checkpoint("gemma2", tmp_path)
 
