@@ -186,18 +186,25 @@ class RoutedExperts:
         return out
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Experts, int64 [T, K], and their shares, float32 [T, K]."""
+        """Experts, int64 [T, K], and their shares, float32 [T, K].
+
+        Scores are computed in float64: in float32 their last bits depend on how many tokens there are.
+        """
         routing, num_per_token = self._config.routing, self._config.num_per_token
         if routing is None:
             shares, chosen = logits.softmax(dim=-1).topk(num_per_token, dim=-1)
         else:
-            scores = logits.softmax(dim=-1) if routing.scores == "softmax" else logits.sigmoid()
+            scores = _scores(logits.double(), routing)
             ranked = scores if self.bias is None else scores + self.bias
             chosen = _within_groups(ranked, routing).topk(num_per_token, dim=-1).indices
             shares = scores.gather(1, chosen)
         if self._config.normalizes:
             shares = shares / (shares.sum(dim=-1, keepdim=True) + _SMALLEST_SUM)
-        return chosen, shares if routing is None else shares * routing.scale
+        return chosen, shares if routing is None else (shares * routing.scale).float()
+
+
+def _scores(logits: Tensor, routing: Routing) -> Tensor:
+    return logits.softmax(dim=-1) if routing.scores == "softmax" else logits.sigmoid()
 
 
 def _within_groups(ranked: Tensor, routing: Routing) -> Tensor:

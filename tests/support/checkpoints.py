@@ -237,6 +237,12 @@ FAMILY_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm odd": ("glm", {**_WIDE_HEADS, **_ONE_KV_HEAD, "tie_word_embeddings": True, "attention_bias": False}),
     "glm4": ("glm4", {}),
     "glm4 odd": ("glm4", {**_WIDE_HEADS, **_ONE_KV_HEAD, "tie_word_embeddings": True}),
+    "glm4-moe": ("glm4-moe", {}),
+    "glm4-moe odd": ("glm4-moe", {**_WIDE_HEADS, **_ONE_KV_HEAD, "use_qk_norm": False, "n_routed_experts": 7}),
+    "deepseek-v2": ("deepseek-v2", {}),
+    "deepseek-v2 odd": ("deepseek-v2", {"topk_method": "greedy", "q_lora_rank": 24, "first_k_dense_replace": 0}),
+    "deepseek-v3": ("deepseek-v3", {}),
+    "deepseek-v3 odd": ("deepseek-v3", {"rope_interleave": False, "q_lora_rank": None, "v_head_dim": 40}),
     "smollm3": ("smollm3", {}),
     "smollm3 odd": (
         "smollm3",

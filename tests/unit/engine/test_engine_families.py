@@ -111,6 +111,9 @@ def test_ranks_compute_together_what_one_does(model: Model) -> None:
 
 @pytest.mark.parametrize(("quantization", "within"), [("int8", 0.1), ("int4", 0.8)])
 def test_weights_in_fewer_bits_stay_near(model: Model, quantization: str, within: float) -> None:
+    """Less near where a little less of a score leaves out a whole group of experts."""
+    experts = read_model(model.folder).experts
+    within *= 1.5 if experts is not None and experts.routing is not None else 1.0
     tokens = model.sequences[-1][:TP_TOKENS]
     exact = run_in_chunks(make_runner(model.folder), tokens, [TP_TOKENS])
     for dtype in ("float32", "bfloat16"):
