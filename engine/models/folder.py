@@ -43,4 +43,5 @@ def is_foreign(fields: Fields, model_impl: str = "auto") -> bool:
         raise ConfigError("engine.model_impl: transformers is not installed; pip install 'baton[transformers]'")
     if model_impl != "auto":
         return model_impl == "transformers"
-    return has_transformers and architecture_of(fields) not in FAMILIES and not fields.get("auto_map")
+    architecture = architecture_of(fields)
+    return has_transformers and architecture not in ("", *FAMILIES) and not fields.get("auto_map")

@@ -36,7 +36,7 @@ def architecture_of(fields: Fields) -> str:
 def read_config(fields: Fields) -> ModelConfig:
     """Reads config.json's fields by the family that they name, but for `quantization_config`. Raises CheckpointError
     naming the field and what is supported."""
-    name = architecture_of(fields)
+    name = architecture_of(fields) or None
     if name not in FAMILIES and fields.get("auto_map"):
         raise CheckpointError(
             f"config.json: architecture {name!r} is computed by code that the checkpoint brings along (auto_map), "

@@ -136,7 +136,7 @@ def test_a_head_dim_that_is_absent_follows_from_the_heads(tmp_path: Path) -> Non
 )
 def test_what_would_be_computed_wrongly_is_refused_by_name(llama: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError) as caught:
-        read_model(_edit(llama, **changes))
+        read_model(_edit(llama, **changes), "native")
     assert message in str(caught.value) and "config.json" in str(caught.value)
 
 
