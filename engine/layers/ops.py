@@ -42,6 +42,10 @@ class Ops(Protocol):
         """SwiGLU's middle (arXiv 2002.05202): silu(gate) * up of [T, 2 W]."""
         ...
 
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """gelu(gate) * up of [T, 2 W], gelu by its approximation with tanh (arXiv 1606.08415)."""
+        ...
+
     def rotate_and_store(
         self,
         qkv: Tensor,
@@ -73,6 +77,10 @@ class TorchOps:
         out = F.silu(gate_up[:, :width]).mul_(gate_up[:, width:])
         return RoundedRows(*round_to_fp8(out), out.dtype) if rounds else out
 
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        width = gate_up.shape[1] // 2
+        return F.gelu(gate_up[:, :width], approximate="tanh").mul_(gate_up[:, width:])
+
     def rotate_and_store(
         self,
         qkv: Tensor,
@@ -90,12 +98,6 @@ class TorchOps:
         qk = rotate(qk, rope_rows)
         store(pages, qk[:, num_heads:], qkv[:, num_turned:], slots)
         return qk[:, :num_heads]
-
-
-def gelu_mul(gate_up: Tensor) -> Tensor:
-    """gelu(gate) * up of [T, 2 W], gelu by its approximation with tanh (arXiv 1606.08415)."""
-    width = gate_up.shape[1] // 2
-    return F.gelu(gate_up[:, :width], approximate="tanh").mul_(gate_up[:, width:])
 
 
 def clamped_mul(gate_up: Tensor, limit: float, alpha: float) -> Tensor:

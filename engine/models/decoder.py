@@ -36,7 +36,6 @@ from engine.layers.linear import (
     VocabShard,
     takes_rounded,
 )
-from engine.layers.ops import gelu_mul
 from engine.models.config import ModelConfig
 from engine.quantization.interface import Rows
 
@@ -263,7 +262,7 @@ class GatedMlp:
 
     def __call__(self, x: Rows) -> torch.Tensor:
         if self._has_gelu:
-            return self.down(gelu_mul(self.gate_up(x)))
+            return self.down(self._ops.gelu_mul(self.gate_up(x)))
         return self.down(self._ops.silu_mul(self.gate_up(x), takes_rounded(self.down.matrix)))
 
 
@@ -353,7 +352,7 @@ class Decoder:
         self.embedding = embedding
         self._embed = VocabParallelEmbedding(embedding, loader.tp)
         scale = config.embedding_scale
-        self._embedding_scale = None if scale is None else float(torch.tensor(scale, dtype=loader.dtype))
+        self.embedding_scale = None if scale is None else float(torch.tensor(scale, dtype=loader.dtype))
         self.layers = []
         for layer in range(config.num_hidden_layers):
             self.layers.append(DecoderLayer(config, layer, loader))
@@ -374,8 +373,8 @@ class Decoder:
     def __call__(self, token_ids: torch.Tensor, context: StepContext) -> Hidden:
         """Runs [T] ids through all layers, which write their KV."""
         residual, add = self._embed(token_ids), None  # [T, E]
-        if self._embedding_scale is not None:
-            residual *= self._embedding_scale
+        if self.embedding_scale is not None:
+            residual *= self.embedding_scale
         for layer in self.layers:
             add = layer(residual, add, context)
         return residual, add
@@ -388,4 +387,8 @@ class Decoder:
         logits = self.head(self.norm(last, last_add, takes_rounded(self.head.matrix)))
         if self._divisor is not None:
             logits = logits / self._divisor
+        return self.capped(logits)
+
+    def capped(self, logits: torch.Tensor) -> torch.Tensor:
+        """What the head gives, bounded where the model bounds it."""
         return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap

@@ -30,6 +30,7 @@ DECODE_PAGES = {torch.bfloat16: "bfloat16", torch.int8: "int8"}
 _SIGNATURES: dict[str, list[Any]] = {
     "rms_norm": [_POINTER, _COUNT, *[_POINTER] * 3, _COUNT, _COUNT, _FLOAT],
     "silu_mul": [_POINTER, _POINTER, _COUNT, _COUNT],
+    "gelu_mul": [_POINTER, _POINTER, _COUNT, _COUNT],
 }
 _PAGE_SIGNATURES: dict[str, list[Any]] = {
     "rotate_and_store": [_POINTER, _POINTER, _FLOAT, *[_POINTER] * 5, *[_COUNT] * 4],
@@ -95,9 +96,16 @@ class Native:
     def silu_mul(self, gate_up: Tensor, rounds: bool = False) -> Tensor:
         """silu(gate) * up of [T, 2 W]: [T, W]."""
         assert not rounds, "no product on a CPU takes rounded rows"
+        return self._gate("silu_mul", gate_up)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """gelu(gate) * up of [T, 2 W], gelu by its approximation with tanh: [T, W]."""
+        return self._gate("gelu_mul", gate_up)
+
+    def _gate(self, name: str, gate_up: Tensor) -> Tensor:
         num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty((num_tokens, width), dtype=gate_up.dtype)
-        self._functions["silu_mul", gate_up.dtype](gate_up.data_ptr(), out.data_ptr(), num_tokens, width)
+        self._functions[name, gate_up.dtype](gate_up.data_ptr(), out.data_ptr(), num_tokens, width)
         return out
 
     def rotate_and_store(

@@ -99,7 +99,7 @@ struct Scratch {
     if (soft_cap != 0.0f) {
       const float twice = 2.0f * scale / soft_cap;
 #pragma omp simd
-      for (int64_t j = 0; j < count; ++j) of[j] = soft_cap - 2.0f * soft_cap / (std::exp(of[j] * twice) + 1.0f);
+      for (int64_t j = 0; j < count; ++j) of[j] = soft_cap - 2.0f * soft_cap / (std::exp(std::min(of[j] * twice, 80.0f)) + 1.0f);
       scale = 1.0f;
     }
     float most = -1e30f;
@@ -236,6 +236,15 @@ void score_pairs(const bfloat16* query, const bfloat16* keys, const int64_t* off
   }
 }
 
+// Four query heads at a time where registers hold them, else one by one.
+template <int D, typename Do>
+BATON_INLINE inline void scored_together(int64_t heads, Do&& todo) {
+  if constexpr (D <= 128)
+    by_fours(heads, todo);
+  else
+    for (int64_t g = 0; g < heads; ++g) todo(g, std::integral_constant<int, 1>{});
+}
+
 inline Lanes widened(const bfloat16* from) {
   const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
   return (Lanes)_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16);
@@ -264,7 +273,7 @@ void attend_heads(const Pages<bfloat16>& pages, const bfloat16* q, const int32_t
     const int64_t count = std::min(kChunk, end - start), more = std::min(kChunk, end - start - kChunk);
     for (int64_t j = 0; j < count; ++j) ask_for(pages.values + here[j], bytes);
     for (int64_t h = 0; h < last - head; ++h)
-      by_fours(group, [&](int64_t g, auto heads) {
+      scored_together<D>(group, [&](int64_t g, auto heads) {
         const int64_t row = h * group + g;
         score_pairs<heads.value, D>(q + row * D, pages.keys + h * D, here, &s.scores[row * kChunk]);
         for (int64_t i = row; i < row + heads.value; ++i) s.soften(i, count, pages.scale, pages.soft_cap, D);
@@ -293,6 +302,7 @@ void attend(const Pages<P>& pages, const T* q, const int32_t* table, int64_t len
   if constexpr (std::is_same_v<T, bfloat16> && std::is_same_v<P, bfloat16>) {
     if (pages.dim == 64) return attend_heads<64>(pages, q, table, first, length, head, last, out, s);
     if (pages.dim == 128) return attend_heads<128>(pages, q, table, first, length, head, last, out, s);
+    if (pages.dim == 256) return attend_heads<256>(pages, q, table, first, length, head, last, out, s);
   }
 #endif
   for (int64_t h = head, step = pages.group() * pages.dim; h < last; ++h, q += step, out += step)

@@ -20,7 +20,12 @@ struct Layer {
   Matrix gate_up, down;  // of the MLP; of the expert that every token takes, if any, where `experts` are
   const bfloat16* input_norm;
   const bfloat16* mlp_norm;
-  const bfloat16* head_norm;  // [Hq + H, D] or null
+  const bfloat16* output_norm;      // of attention's output, or null
+  const bfloat16* mlp_output_norm;  // or null
+  const bfloat16* head_norm;        // [Hq + H, D] or null
+  const bfloat16* cos;              // [P, D]
+  const bfloat16* sin;              // [P, D]
+  const float* sinks;               // [Hq] or null
   void* keys;
   void* values;
   int64_t window;  // keys before its own that a token sees; -1 for all
@@ -33,13 +38,13 @@ struct Model {
   const Layer* layers;
   const bfloat16* embedding;  // [., E]
   const bfloat16* norm;
-  const bfloat16* cos;  // [P, D]
-  const bfloat16* sin;  // [P, D]
   Matrix head;
   int64_t num_layers, hidden, q_heads, kv_heads, dim, block_size;
   int64_t num_tokens, num_positions, num_blocks, num_groups;  // that there are
   float eps, scale;
-  Gate gating;  // of MLPs
+  float soft_cap;         // of attention's scores; 0: none
+  float embedding_scale;  // 0: none
+  Gate gating;            // of MLPs
 };
 
 struct Batch {
@@ -89,16 +94,27 @@ struct Room {
   Rows rows(const bfloat16* plain) const { return {plain, data.get(), sums.get(), scales.get()}; }
 };
 
-// Of all tokens: what a layer adds to the residual, and the norm before the next product with `w`.
-void add_and_normalise(const Model& m, const Room& r, const bfloat16* add, const bfloat16* norm, const Weight& w,
-                       int64_t tokens) {
+// Of all tokens: what a layer adds to the residual, behind a norm of its own or null, and the norm before the next
+// product with `w`.
+void add_and_normalise(const Model& m, const Room& r, bfloat16* add, const bfloat16* output_norm, const bfloat16* norm,
+                       const Weight& w, int64_t tokens) {
   const Rows rows = r.rows(r.normed.get());
 #pragma omp for schedule(static)
   for (int64_t t = 0; t < tokens; ++t) {
     bfloat16* to = &r.normed[t * m.hidden];
-    normalise(&r.residual[t * m.hidden], add ? add + t * m.hidden : nullptr, norm, to, m.hidden, m.eps);
+    bfloat16* added = add ? add + t * m.hidden : nullptr;
+    if (added && output_norm) normalise<bfloat16>(added, nullptr, output_norm, added, m.hidden, m.eps);
+    normalise<bfloat16>(&r.residual[t * m.hidden], added, norm, to, m.hidden, m.eps);
     if (w.rounds()) round_token(to, m.hidden, t, w.inputs, rows);
   }
+}
+
+void embed(const Model& m, int32_t token, bfloat16* to) {
+  const bfloat16* from = m.embedding + token * m.hidden;
+  std::memcpy(to, from, m.hidden * sizeof(bfloat16));
+  if (m.embedding_scale == 0.0f) return;
+#pragma omp simd
+  for (int64_t i = 0; i < m.hidden; ++i) store(to + i, to_float(to[i]) * m.embedding_scale);
 }
 
 // Rounds [T, I], which lie there already, for a product with `w`.
@@ -113,7 +129,7 @@ void attend_all(const Model& m, const Layer& layer, const Room& r, const Batch& 
   auto* keys = static_cast<P*>(layer.keys);
   auto* values = static_cast<P*>(layer.values);
   const Pages<P> pages{keys, values, m.q_heads, m.kv_heads, m.dim, m.block_size, m.scale,
-                       layer.window, 0.0f, nullptr};
+                       layer.window, m.soft_cap, layer.sinks};
   const int64_t group = pages.group(), parts = (m.kv_heads + at_once - 1) / at_once;
   const int64_t width = (m.q_heads + 2 * m.kv_heads) * m.dim;
 #pragma omp for schedule(dynamic, 1)
@@ -121,7 +137,7 @@ void attend_all(const Model& m, const Layer& layer, const Room& r, const Batch& 
     const int64_t t = unit / parts, first = unit % parts * at_once, last = std::min(m.kv_heads, first + at_once);
     bfloat16* token = &r.qkv[t * width];
     const int64_t row = b.positions[t] * m.dim;
-    const Heads<bfloat16> heads{token, layer.head_norm, m.cos + row, m.sin + row, m.q_heads, m.kv_heads, m.dim, m.eps};
+    const Heads<bfloat16> heads{token, layer.head_norm, layer.cos + row, layer.sin + row, m.q_heads, m.kv_heads, m.dim, m.eps};
     heads.rotate(first * group, last * group);
     heads.rotate(m.q_heads + first, m.q_heads + last);
     heads.keep(first, last, b.slots[layer.group * b.tokens + t], keys, values);
@@ -187,17 +203,18 @@ int decode(const Model& m, const Batch& b) {
       timed(b.spent[0], [&] { multiply(&part, 1, r.rows(plain), out, *take(1)); });
     };
 #pragma omp for schedule(static)
-    for (int64_t t = 0; t < b.tokens; ++t)
-      std::memcpy(&r.residual[t * m.hidden], m.embedding + b.token_ids[t] * m.hidden, m.hidden * sizeof(bfloat16));
-    const bfloat16* add = nullptr;
+    for (int64_t t = 0; t < b.tokens; ++t) embed(m, b.token_ids[t], &r.residual[t * m.hidden]);
+    bfloat16* add = nullptr;
+    const bfloat16* output_norm = nullptr;
     for (int64_t l = 0; l < m.num_layers; ++l, add = r.added.get()) {
       const Layer& layer = m.layers[l];
-      add_and_normalise(m, r, add, layer.input_norm, layer.qkv.weight, b.tokens);
+      add_and_normalise(m, r, add, output_norm, layer.input_norm, layer.qkv.weight, b.tokens);
+      output_norm = layer.mlp_output_norm;
       times(layer.qkv, r.normed.get(), r.qkv.get());
       timed(b.spent[1], [&] { attend_all<P>(m, layer, r, b, scratch, at_once); });
       times(layer.out, r.attended.get(), r.added.get());
       const Matrix& first = layer.experts ? layer.router : layer.gate_up;
-      add_and_normalise(m, r, r.added.get(), layer.mlp_norm, first.weight, b.tokens);
+      add_and_normalise(m, r, r.added.get(), layer.output_norm, layer.mlp_norm, first.weight, b.tokens);
       if (layer.experts) {
         times(layer.router, r.normed.get(), r.router.get());
         timed(b.spent[0], [&] {
@@ -215,7 +232,7 @@ int decode(const Model& m, const Batch& b) {
         mix_all(m, layer, r, b.tokens);
       }
     }
-    add_and_normalise(m, r, add, m.norm, m.head.weight, b.tokens);
+    add_and_normalise(m, r, add, output_norm, m.norm, m.head.weight, b.tokens);
     times(m.head, r.normed.get(), b.logits);
   }
   return 1;

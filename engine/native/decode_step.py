@@ -22,14 +22,15 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder, DecoderLayer, GatedMlp, LayerMlp, SelfAttention
 from engine.models.loading import Model
 from engine.native import DECODE_PAGES, Native
-from engine.native.structures import DecodeBatch, DecodeModel, Layer, NativeMatrix
+from engine.native.structures import GELU_TANH, SILU, DecodeBatch, DecodeModel, Layer, NativeGate, NativeMatrix
 from engine.quantization.interface import native_tiles
 from engine.step_input import StepInput, is_decode
 
 FEATURES = frozenset(
     {
         *("attention_bias", "attention_output_bias", "mlp_bias", "qk_norm", "layer_windows", "experts"),
-        *("attention_scale", "has_offset_norms"),
+        *("attention_scale", "has_offset_norms", "activation", "norms", "embedding_scale", "layer_ropes"),
+        *("attention_softcap", "logit_softcap", "attention_sinks"),
     }
 )
 """Those of `ModelConfig.features` that the kernels compute."""
@@ -47,33 +48,35 @@ def choose_decode_step(
         return None, f"Baton's kernels do not compute {', '.join(sorted(unknown))}"
     if config.experts is not None and config.experts.routing is not None:
         return None, "Baton's kernels do not choose experts as this model does"
+    if config.norms.before_attention is None or config.norms.before_mlp is None:
+        return None, "Baton's kernels do not compute layers without a norm before attention and MLP"
     if model.tp.size > 1:
         return None, "tensor-parallel ranks meet between products"
     if kv.pool.dtype not in DECODE_PAGES or ropes[0].cos.dtype != torch.bfloat16:
         return None, "the model or its KV is not in bfloat16"
     if not all(_can_multiply(linear) for linear in _linears(model)):
         return None, "some weights are not laid out for Baton's kernels"
-    return DecodeStep(kernels, model, config, kv, ropes[0]), "decode steps are one call"
+    return DecodeStep(kernels, model, config, kv, ropes), "decode steps are one call"
 
 
 class DecodeStep:
     """Runs over the weights and the pool that it was made for, which it keeps alive."""
 
-    def __init__(self, kernels: Native, model: Decoder, config: ModelConfig, kv: KvCache, rope: RopeTable) -> None:
+    def __init__(
+        self, kernels: Native, model: Decoder, config: ModelConfig, kv: KvCache, ropes: Sequence[RopeTable]
+    ) -> None:
         self._kernels = kernels
-        self._owners = model, kv, rope
+        self._owner, self._owners = model, (kv, ropes)
         self._pages = kv.pool.dtype
         self.spent_s = np.zeros(2)
         """Seconds that products and attention have taken so far, in that order."""
         self._spent_address = self.spent_s.ctypes.data
-        layers = (Layer * len(model.layers))(*[_layer(layer, kv) for layer in model.layers])
+        layers = (Layer * len(model.layers))(*[_layer(layer, config, kv, ropes) for layer in model.layers])
         attention = _attention(model.layers[0])
         self._model = DecodeModel(
             layers=layers,
             embedding=model.embedding.weight.data_ptr(),
             norm=model.norm.weight.data_ptr(),
-            cos=rope.cos.data_ptr(),
-            sin=rope.sin.data_ptr(),
             head=_matrix(model.head),
             num_layers=len(layers),
             hidden=config.hidden_size,
@@ -82,11 +85,14 @@ class DecodeStep:
             dim=config.head_dim,
             block_size=kv.pool.shape[3],
             num_tokens=config.vocab_size,
-            num_positions=rope.cos.shape[0],
+            num_positions=ropes[0].cos.shape[0],
             num_blocks=kv.pool.shape[2],
             num_groups=len(config.kv_groups),
             eps=config.rms_norm_eps,
             scale=config.softmax_scale,
+            soft_cap=config.attention_softcap or 0.0,
+            embedding_scale=model.embedding_scale or 0.0,
+            gating=NativeGate(GELU_TANH if config.activation == "gelu_tanh" else SILU),
         )
 
     def takes(self, step: StepInput) -> bool:
@@ -106,7 +112,7 @@ class DecodeStep:
         batch = DecodeBatch(*pointers, logits.data_ptr(), self._spent_address, num_tokens, step.block_tables.shape[1])
         if not self._kernels.decode(self._model, batch, self._pages):
             raise IndexError(self._what_is_missing(step))
-        return logits
+        return self._owner.capped(logits)
 
     def _what_is_missing(self, step: StepInput) -> str:
         num_slots = self._model.num_blocks * self._model.block_size
@@ -143,8 +149,8 @@ def _matrix(linear: Linear) -> NativeMatrix:
     return NativeMatrix(weight=tiles.weight, bias=None if linear.bias is None else linear.bias.data_ptr())
 
 
-def _layer(layer: DecoderLayer, kv: KvCache) -> Layer:
-    attention = _attention(layer)
+def _layer(layer: DecoderLayer, config: ModelConfig, kv: KvCache, ropes: Sequence[RopeTable]) -> Layer:
+    attention, rope = _attention(layer), ropes[config.rope_of(_attention(layer).layer)]
     assert layer.input_norm is not None and layer.mlp_norm is not None, "a norm is missing"
     keys, values = kv.pages(attention.layer)
     return Layer(
@@ -153,7 +159,12 @@ def _layer(layer: DecoderLayer, kv: KvCache) -> Layer:
         **_mlp(layer.mlp),
         input_norm=layer.input_norm.weight.data_ptr(),
         mlp_norm=layer.mlp_norm.weight.data_ptr(),
+        output_norm=None if layer.output_norm is None else layer.output_norm.weight.data_ptr(),
+        mlp_output_norm=None if layer.mlp_output_norm is None else layer.mlp_output_norm.weight.data_ptr(),
         head_norm=None if attention.head_norm is None else attention.head_norm.data_ptr(),
+        cos=rope.cos.data_ptr(),
+        sin=rope.sin.data_ptr(),
+        sinks=None if attention.sinks is None else attention.sinks.data_ptr(),
         keys=keys.data_ptr(),
         values=values.data_ptr(),
         window=attention.window_size[0],

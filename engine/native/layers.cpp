@@ -16,9 +16,9 @@ void rms_norm(T* x, int64_t x_stride, const T* add, const T* weight, T* out, int
 }
 
 template <typename T>
-void silu_mul(const T* gate_up, T* out, int64_t tokens, int64_t width) {
+void gate_mul(const Gate& gating, const T* gate_up, T* out, int64_t tokens, int64_t width) {
 #pragma omp parallel for if (tokens * width >= kWorthThreads)
-  for (int64_t t = 0; t < tokens; ++t) gate({kSilu, 0.0f, 0.0f}, gate_up + 2 * t * width, out + t * width, width);
+  for (int64_t t = 0; t < tokens; ++t) gate(gating, gate_up + 2 * t * width, out + t * width, width);
 }
 
 // cos and sin are [T, D].
@@ -45,7 +45,10 @@ extern "C" {
              static_cast<T*>(out), tokens, width, eps);                                                               \
   }                                                                                                                    \
   void baton_silu_mul_##NAME(const void* gate_up, void* out, int64_t tokens, int64_t width) {                         \
-    silu_mul(static_cast<const T*>(gate_up), static_cast<T*>(out), tokens, width);                                    \
+    gate_mul({kSilu, 0.0f, 0.0f}, static_cast<const T*>(gate_up), static_cast<T*>(out), tokens, width);               \
+  }                                                                                                                    \
+  void baton_gelu_mul_##NAME(const void* gate_up, void* out, int64_t tokens, int64_t width) {                         \
+    gate_mul({kGeluTanh, 0.0f, 0.0f}, static_cast<const T*>(gate_up), static_cast<T*>(out), tokens, width);           \
   }
 
 // NAME: of the type that is computed in, T, and of the pages', P.

@@ -44,6 +44,11 @@ struct Gate {
   float limit, alpha;
 };
 
+// Up to what exponents are taken: the compiler divides by reciprocals, and one of infinity is no number.
+constexpr float kMostExponent = 80.0f;
+
+inline float one_and_exp(float x) { return 1.0f + std::exp(std::min(x, kMostExponent)); }
+
 // gate(x) * up of [2 W]; rounded at each step, as torch does.
 template <typename T>
 void gate(const Gate& of, const T* gate_up, T* out, int64_t width) {
@@ -52,21 +57,21 @@ void gate(const Gate& of, const T* gate_up, T* out, int64_t width) {
 #pragma omp simd
     for (int64_t i = 0; i < width; ++i) {
       const float x = to_float(gate_up[i]);
-      store(out + i, rounded(x / (1.0f + std::exp(-x)), T{}) * to_float(up[i]));
+      store(out + i, rounded(x / one_and_exp(-x), T{}) * to_float(up[i]));
     }
   } else if (of.activation == kGeluTanh) {
 #pragma omp simd
     for (int64_t i = 0; i < width; ++i) {
       const float x = to_float(gate_up[i]);
       const float twice = 1.5957691216f * (x + 0.044715f * x * x * x);  // x (1 + tanh(y)) / 2 = x / (1 + exp(-2 y))
-      store(out + i, rounded(x / (1.0f + std::exp(-twice)), T{}) * to_float(up[i]));
+      store(out + i, rounded(x / one_and_exp(-twice), T{}) * to_float(up[i]));
     }
   } else {
 #pragma omp simd
     for (int64_t i = 0; i < width; ++i) {
       const float x = std::min(to_float(gate_up[i]), of.limit);
       const float y = std::max(std::min(to_float(up[i]), of.limit), -of.limit);
-      const float share = rounded(1.0f / (1.0f + std::exp(-rounded(x * of.alpha, T{}))), T{});
+      const float share = rounded(1.0f / one_and_exp(-rounded(x * of.alpha, T{})), T{});
       store(out + i, rounded(x * share, T{}) * rounded(y + 1.0f, T{}));
     }
   }

@@ -52,7 +52,8 @@ struct Scores {
   __m512 of(__m512 product) const {
     if (soft_cap == 0.0f) return _mm512_mul_ps(product, _mm512_set1_ps(scale * kLog2E));
     const __m512 one = _mm512_set1_ps(1.0f), cap = _mm512_set1_ps(soft_cap * kLog2E);
-    const __m512 grown = power_of_2(_mm512_mul_ps(product, _mm512_set1_ps(2.0f * kLog2E * scale / soft_cap)));
+    const __m512 twice = _mm512_mul_ps(product, _mm512_set1_ps(2.0f * kLog2E * scale / soft_cap));
+    const __m512 grown = power_of_2(_mm512_min_ps(twice, _mm512_set1_ps(100.0f)));  // a reciprocal of infinity is no number
     return _mm512_sub_ps(cap, _mm512_div_ps(_mm512_add_ps(cap, cap), _mm512_add_ps(grown, one)));
   }
 };

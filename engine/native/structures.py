@@ -110,7 +110,8 @@ class Layer(ctypes.Structure):
 
     _fields_ = (
         *((name, NativeMatrix) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, _POINTER) for name in ("input_norm", "mlp_norm", "head_norm", "keys", "values")),
+        *((name, _POINTER) for name in ("input_norm", "mlp_norm", "output_norm", "mlp_output_norm", "head_norm")),
+        *((name, _POINTER) for name in ("cos", "sin", "sinks", "keys", "values")),
         ("window", _COUNT),
         ("group", _COUNT),
         ("experts", ctypes.POINTER(NativeExperts)),
@@ -123,11 +124,11 @@ class DecodeModel(ctypes.Structure):
 
     _fields_ = (
         ("layers", ctypes.POINTER(Layer)),
-        *((name, _POINTER) for name in ("embedding", "norm", "cos", "sin")),
+        *((name, _POINTER) for name in ("embedding", "norm")),
         ("head", NativeMatrix),
         *((name, _COUNT) for name in ("num_layers", "hidden", "q_heads", "kv_heads", "dim", "block_size")),
         *((name, _COUNT) for name in ("num_tokens", "num_positions", "num_blocks", "num_groups")),
-        *((name, _FLOAT) for name in ("eps", "scale")),
+        *((name, _FLOAT) for name in ("eps", "scale", "soft_cap", "embedding_scale")),
         ("gating", NativeGate),
     )
 

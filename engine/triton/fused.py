@@ -15,6 +15,7 @@ padded to a power of two, M heads of a tile, N blocks, K block_size.
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -209,6 +210,10 @@ class TritonOps:
             gate_up, out, scales, gate_up.stride(0), width, columns, rounds, num_warps=max(4, num_warps(columns))
         )
         return as_rounded(out, scales, gate_up.dtype) if rounds else out
+
+    def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        width = gate_up.shape[1] // 2
+        return F.gelu(gate_up[:, :width], approximate="tanh").mul_(gate_up[:, width:])
 
     def rotate_and_store(
         self,

@@ -145,7 +145,8 @@ def test_the_cpu_backend_computes_in_sixteen_bits(kernels: Native | None, dtype:
 @pytest.mark.parametrize("window", [(-1, -1), (4, 0), (100, 0)])
 @pytest.mark.parametrize(("soft_cap", "has_sinks"), [(1.5, True), (0.0, True), (1.5, False)])
 @pytest.mark.parametrize(
-    ("dtype", "head_dim"), [(torch.float32, 8), (torch.bfloat16, 64), (torch.bfloat16, 128), (torch.bfloat16, 80)]
+    ("dtype", "head_dim"),
+    [(torch.float32, 8), (torch.bfloat16, 64), (torch.bfloat16, 128), (torch.bfloat16, 256), (torch.bfloat16, 80)],
 )
 def test_sinks_and_soft_caps_are_those_of_the_definition(
     kernels: Native | None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -88,10 +89,25 @@ def test_logits_and_pages_are_those_of_the_layers_one_by_one(
         assert torch.equal(whole.kv, parts.kv)
 
 
-def test_layers_with_a_window_and_those_without_have_blocks_of_their_own(tmp_path: Path) -> None:
-    windows = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2}
-    whole, parts = (prepared(make_checkpoint("qwen3", tmp_path, dtype="bfloat16", **windows)) for _ in range(2))
-    assert whole.decode_reason == "decode steps are one call" and len(whole.config.kv_groups) == 2
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2}),
+        ("gemma2", {"final_logit_softcapping": 4.0, "head_dim": 128}),
+        ("gemma3", {"head_dim": 256, "num_key_value_heads": 1}),
+        ("gpt-oss", {"head_dim": 64}),
+        ("gpt-oss", {"num_key_value_heads": 1, "swiglu_limit": 0.5, "tie_word_embeddings": True}),
+    ],
+    ids=str,
+)
+def test_layers_with_a_window_and_those_without_have_blocks_of_their_own(
+    kind: str, fields: dict[str, Any], kv_cache_dtype: str, tmp_path: Path
+) -> None:
+    """In models whose layers have norms around, ropes of their own, soft caps, sinks and other gates, too."""
+    folder = make_checkpoint(kind, tmp_path, dtype="bfloat16", **fields)
+    whole, parts = (prepared(folder, kv_cache_dtype=kv_cache_dtype) for _ in range(2))
+    assert whole.decode_reason == "decode steps are one call" and len(whole.config.kv_groups) > 1
     blocks = iter(np.random.default_rng(0).permutation(NUM_BLOCKS).tolist())
     slices = [SequenceSlice((n,), n - 1, tuple(next(blocks) for _ in range(-(-n // 16))), True) for n in LENGTHS]
     step = step_of(whole, slices)
