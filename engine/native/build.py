@@ -17,7 +17,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 COMPILERS = ("g++", "clang++", "c++")
-TIMEOUT_S = 120.0
+TIMEOUT_S = 600.0
 # Sums may be reordered. The flags are not for the linker: it would make the whole process treat denormals as zeros.
 COMPILE_FLAGS = ("-std=c++17", "-O3", "-ffast-math", "-fopenmp", "-fPIC", "-march=native")
 WIDE_FLAGS = ("-mprefer-vector-width=512",)
