@@ -169,7 +169,7 @@ def test_attention_reads_nothing_but_the_keys_it_is_asked_for() -> None:
 
 @pytest.mark.parametrize(
     ("device", "dtype", "head_dim", "why"),
-    [("cuda", torch.float32, 64, "cuda"), ("cpu", torch.float16, 64, "float16"), ("cpu", torch.float32, 1024, "1024")],
+    [("cuda", torch.float32, 64, "cuda"), ("cpu", torch.float16, 64, "float16"), ("cpu", torch.float32, 2048, "2048")],
 )
 def test_where_they_do_not_fit_they_say_so(device: str, dtype: torch.dtype, head_dim: int, why: str) -> None:
     kernels, reason = choose_native("auto", torch.device(device), dtype, head_dim)
