@@ -61,7 +61,7 @@ FOREIGN: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "gpt_bigcode": {},
     "gpt_neox": {"num_key_value_heads": 8},
-    "granite_swa": {**_WINDOW},
+    "granite_swa": {**_WINDOW, "attention_multiplier": 0.25},
     "granitemoe": {**_LOCAL_EXPERTS},
     "granitemoeshared": {**_LOCAL_EXPERTS, "shared_intermediate_size": 32},
     "helium": {"head_dim": 8},
