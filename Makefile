@@ -194,7 +194,8 @@ smoke: $(READY)
 	  tests/integration/test_integration_ray_memory.py tests/unit/engine/test_engine_triton_deterministic.py $(ARGS)
 
 families: $(READY)
-	$(PY) -m pytest -q -m "battery or not battery" tests/unit/engine/test_engine_families.py $(ARGS)
+	$(PY) -m pytest -q -m "battery or not battery" tests/unit/engine/test_engine_families.py \
+	  tests/integration/test_integration_kv_kinds.py $(ARGS)
 
 malformed: $(READY)
 	$(PY) -m pytest -q -m "battery or not battery" tests/malformed $(ARGS)

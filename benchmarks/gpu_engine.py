@@ -74,7 +74,7 @@ class RandomWeights(Checkpoint):
     def read(self, part: TensorSlice, out: torch.Tensor) -> None:
         out.fill_(1.0) if "norm" in part.name else out.normal_(0.0, 0.02)
 
-    def check_all_read(self, ignored: tuple[str, ...]) -> None:
+    def check_all_read(self, ignored: tuple[str, ...], left_out: tuple[str, ...] = ()) -> None:
         """There is no tensor of its own."""
 
 

@@ -40,8 +40,8 @@ DIMENSIONS = {
     "event": ("none", "moves", "is lost"),
     "n": (1, 3),
 }
-KINDS: dict[str, dict[str, Any]] = {"llama": {}, "gemma3": {}, "qwen3-next": {}}
-"""By kind of KV: all of a sequence, a window, a recurrent state."""
+KINDS: dict[str, dict[str, Any]] = {"llama": {}, "gemma3": {}, "deepseek-v3": {}, "qwen3-next": {}}
+"""By kind of KV: all of a sequence, a window, a latent, a recurrent state."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {},
     "qwen2": {"num_key_value_heads": 1},
@@ -50,6 +50,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "qwen2-moe": {},
     "qwen3-moe": {},
+    "deepseek-v2": {},
+    "glm4-moe": {},
+    "gpt-oss": {},
+    "phi3": {},
+    "granite": {},
+    "olmo2": {},
+    "olmo3": {},
+    "glm4": {},
+    "smollm3": {},
 }
 
 

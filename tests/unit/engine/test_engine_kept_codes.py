@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -142,8 +143,8 @@ def matrices_of(monkeypatch: pytest.MonkeyPatch) -> list[Matrix]:
     made: list[Matrix] = []
     linear = Loader.linear
 
-    def record(loader: Loader, parts: Sequence[TensorSlice]) -> Matrix:
-        made.append(linear(loader, parts))
+    def record(loader: Loader, parts: Sequence[TensorSlice], *orders: Any) -> Matrix:
+        made.append(linear(loader, parts, *orders))
         return made[-1]
 
     monkeypatch.setattr(Loader, "linear", record)

@@ -119,7 +119,7 @@ def by_hand(work: ModelFlops, slices: list[SequenceSlice]) -> tuple[int, int]:
     return pairs, keys
 
 
-WINDOWED = ModelFlops(0, 0, 0, 0, pair_flops=1, kv_layer_bytes=1, windows=((None, 2), (7, 3)))
+WINDOWED = ModelFlops(0, 0, 0, 0, pair_flops=1, generated_pair_flops=1, kv_layer_bytes=1, windows=((None, 2), (7, 3)))
 
 
 @given(shapes=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 40)), min_size=1, max_size=5))

@@ -17,7 +17,14 @@ from worker.peaks import Peak, PeakOnDemand, measure_cpu, overridden, peak_of_gp
 from worker.step_meter import KINDS, METRICS, WINDOW_S, StepMeter
 
 MODEL = ModelFlops(
-    layers_flops=1000, head_flops=100, layers_bytes=5000, head_bytes=500, pair_flops=0, kv_layer_bytes=0, windows=()
+    layers_flops=1000,
+    head_flops=100,
+    layers_bytes=5000,
+    head_bytes=500,
+    pair_flops=0,
+    generated_pair_flops=0,
+    kv_layer_bytes=0,
+    windows=(),
 )
 """A prompt of 8 tokens: 8100 operations. Any step: 5500 bytes."""
 PEAK = Peak(1e6, 1e5, "a test")
