@@ -7,8 +7,8 @@ import json
 from simulate.planner import DevicePlan, PlanQuestion, RolePlan
 
 _NOT_SERVED = "# This model is planned for, not served yet."
-_NOT_SPREAD = (
-    "# Experts that each device holds whole are planned for, not served yet: they are sliced over all of them."
+_NOT_REPEATED = (
+    "# Attention that several devices of a worker repeat is planned for, not served yet: it is sliced over all of them."
 )
 
 
@@ -17,12 +17,13 @@ def config_text(question: PlanQuestion, plan: DevicePlan, model_path: str) -> st
     memory, goal = question.memory, question.goal
     shape, is_gpu = memory.shape, memory.device.is_gpu
     kv_dtype = memory.kv_dtype if memory.kv_dtype in ("int8", "fp8") else "auto"
-    spreads = any(role is not None and role.option.layout.ep_size > 1 for role in (plan.prefill, plan.decode))
+    layouts = [role.option.layout for role in (plan.prefill, plan.decode) if role is not None]
+    repeats = any(layout.tp_size < layout.num_devices for layout in layouts)
     lines = [
         f"# {shape.name} on {plan.num_devices} {memory.device.name}: {question.load.rate:g} requests a second, prompts "
         f"of {question.load.mean_prompt:.0f} and outputs of {question.load.mean_output:.0f} tokens on the mean.",
         *([] if shape.is_served else [_NOT_SERVED]),
-        *([_NOT_SPREAD] if spreads else []),
+        *([_NOT_REPEATED] if repeats else []),
         f"cluster_name: {json.dumps('baton')}",
         "metadata:",
         "  serving:",
@@ -48,5 +49,7 @@ def config_text(question: PlanQuestion, plan: DevicePlan, model_path: str) -> st
 def _role(plan: RolePlan | None) -> str:
     if plan is None:
         return "{devices: 0, tensor_parallel: 1, min_workers: 0}"
-    tp_size = plan.option.layout.num_devices
-    return f"{{devices: {plan.num_devices}, tensor_parallel: {tp_size}, min_workers: 1}}"
+    layout = plan.option.layout
+    sizes = f"devices: {plan.num_devices}, tensor_parallel: {layout.num_devices}"
+    experts = f", expert_parallel: {layout.ep_size}" if layout.ep_size > 1 else ""
+    return f"{{{sizes}{experts}, min_workers: 1}}"

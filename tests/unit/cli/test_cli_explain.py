@@ -93,7 +93,9 @@ def test_the_sum_is_written_for_people(tmp_path: Path) -> None:
     rows = {line[2:16].strip(): " ".join(line[16:].split()) for line in text.splitlines()[1:]}
     assert text.startswith("decode: 1 worker of 1 rank\n") and "prefill: 1 worker of 1 rank" in done.stdout
     assert rows["budget"].endswith("GB 0.5 of it (engine.memory_utilization)")
-    assert rows["- weights"] == f"{format_bytes(told['weight_bytes'])} bfloat16"
+    assert rows["- weights"].startswith(
+        f"{format_bytes(told['weight_bytes'])} computed in bfloat16: bfloat16 as it is, "
+    )
     step = "a step of 2,048 tokens and 64 sequences"
     size = format_bytes(told["activation_bytes"])
     assert rows["- activations"] == f"{size} estimated for {step}; measured when a worker starts"

@@ -256,7 +256,11 @@ def test_the_file_that_is_meant_can_be_served(model: str) -> None:
         assert config.roles.decode.devices == plan.decode.num_devices
         assert config.roles.prefill.devices == (plan.prefill.num_devices if plan.prefill else 0)
         assert config.engine.max_num_seqs == plan.max_num_seqs
-        assert ("not served yet" in text) == (model == "deepseek-v3")
+        layout = plan.decode.option.layout
+        assert config.roles.decode.expert_parallel == layout.ep_size
+        assert config.roles.decode.tensor_parallel == layout.num_devices
+        layouts = [layout] if plan.prefill is None else [layout, plan.prefill.option.layout]
+        assert ("not served yet" in text) == any(each.tp_size < each.num_devices for each in layouts)
 
 
 def test_each_group_of_a_worker_computes_a_prompt_of_its_own() -> None:
