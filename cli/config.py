@@ -130,19 +130,25 @@ def _pool_note(of: Explained) -> str:
 
 
 def _ask(question: dict[str, Any]) -> list[Explained]:
-    """Runs the program, which loads torch, in a process of its own. Raises what it raised."""
+    """Runs the program, which loads torch. Raises what it raised."""
+    answer: list[Explained] = json.loads(run_program(*_PROGRAM, question=json.dumps(question)))
+    return answer
+
+
+def run_program(*arguments: str, question: str = "") -> str:
+    """Runs `python -m` with these arguments in a process of its own, and returns what it writes. Raises ConfigError for
+    what it refuses."""
     done = subprocess.run(
-        [sys.executable, "-m", *_PROGRAM],
-        input=json.dumps(question),
+        [sys.executable, "-m", *arguments],
+        input=question,
         env=child_environment(),
         capture_output=True,
         text=True,
         check=False,
     )
     if done.returncode == ExitCode.DONE:
-        answer: list[Explained] = json.loads(done.stdout)
-        return answer
+        return done.stdout
     message = done.stderr.rpartition("error: ")[2].strip()
     if done.returncode == ExitCode.BAD_CONFIG:
         raise ConfigError(message)
-    raise InternalError(f"python -m {' '.join(_PROGRAM)} ended with code {done.returncode}: {message}")
+    raise InternalError(f"python -m {' '.join(arguments)} ended with code {done.returncode}: {message}")

@@ -1,8 +1,8 @@
 """`baton serve` runs a cluster in the foreground, until Ctrl-C. With --detach it returns when the cluster serves, which
 then runs on in a Ray cluster that was there before; `baton stop` ends it.
 
-Owns the order (check the ports, start Ray, start the controller, show its events, end everything) and what the operator
-sees, or does not: a closed pipe ends nothing. The controller decides what runs where.
+Owns the order (check the ports and the model, start Ray, start the controller, show its events, end everything) and
+what the operator sees, or does not: a closed pipe ends nothing. The controller decides what runs where.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cli.common import lasting_console, outcome
-from cli.config import default_config
+from cli.config import default_config, run_program
 from cluster.address import DEFAULT_ADDRESS, DEFAULT_ADMIN_ADDRESS, format_address, listen_error, parse_address
 from cluster.errors import BatonError, ConfigError, IncompatibleProtocol, InvalidRequest, NotReachable
 from cluster.program import ExitCode, Signals
@@ -89,6 +89,7 @@ def serve(
         serving = file.load()
         if not detach:
             _check_ports(serving)
+        run_program("worker.check_model", serving.model.path, serving.engine.model_impl)
         _Session(replace(file, path=file.path.absolute()), serving, ray_address, detach).run()
 
 

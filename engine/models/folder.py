@@ -1,4 +1,7 @@
-"""Reads the configuration of a model from a checkpoint folder: config.json and generation_config.json."""
+"""Reads the configuration of a model from a checkpoint folder: config.json and generation_config.json.
+
+Loads torch only where the weights are quantized, or transformers' own code computes the model.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,6 @@ from engine.json_fields import Fields, read_json
 from engine.models.config import ModelConfig
 from engine.models.family import token_ids
 from engine.models.registry import FAMILIES, architecture_of, read_config
-from engine.quantization.stored import read_stored
 
 
 def read_model(path: str | Path, model_impl: str = "auto") -> ModelConfig:
@@ -29,7 +31,9 @@ def read_model(path: str | Path, model_impl: str = "auto") -> ModelConfig:
         config: ModelConfig = trial.read_foreign(folder, architecture_of(fields))
     else:
         config = read_config(fields)
-    config = replace(config, packing=read_stored(fields))
+    if fields.get("quantization_config") is not None:  # what reads such weights needs torch
+        stored = importlib.import_module("engine.quantization.stored")
+        config = replace(config, packing=stored.read_stored(fields))
     generation = folder / "generation_config.json"
     eos = read_json(generation).get("eos_token_id") if has_model_file(generation) else None
     return config if eos is None else replace(config, eos_token_ids=token_ids(eos))

@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from thread_group import ThreadGroup
 
 from cluster.errors import CheckpointError, ConfigError
-from engine.checkpoint import INDEX_NAME, Checkpoint, TensorSlice
+from engine.checkpoint import Checkpoint, TensorSlice
 from engine.model_runner import ModelRunner
+from engine.tensor_files import INDEX_NAME
 
 Q_PROJ = "model.layers.2.self_attn.q_proj.weight"
 

@@ -26,10 +26,11 @@ from thread_group import ThreadGroup
 
 from cluster.errors import CheckpointError
 from engine import weight_stream
-from engine.checkpoint import INDEX_NAME, Checkpoint, TensorSlice
+from engine.checkpoint import Checkpoint, TensorSlice
 from engine.model_runner import ModelRunner
 from engine.models.folder import read_model
 from engine.quantization.packed import read_codes
+from engine.tensor_files import INDEX_NAME
 from engine.tp import SingleGroup, TPGroup
 from engine.weight_stream import FileRuns, WeightStream
 
