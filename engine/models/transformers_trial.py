@@ -24,6 +24,7 @@ from cluster.errors import CheckpointError
 from engine.models.config import DTYPES, ModelConfig, RopeConfig
 from engine.models.experts import ExpertsConfig
 from engine.models.family import token_ids
+from engine.models.registry import FAMILIES
 from engine.models.transformers_attention import TRIAL_NAME, LayerCall, attending
 from engine.models.transformers_plan import ShardingPlan, Split
 from engine.models.transformers_sizes import ForeignMatrix, ForeignModel
@@ -37,7 +38,10 @@ _STATES = ("layer_types", "layers_block_type", "hybrid_layer_pattern")
 
 def refuse(architecture: str, why: str) -> CheckpointError:
     """The error for a model that transformers has and Baton does not serve."""
-    return CheckpointError(f"config.json: architecture {architecture!r} is not served by transformers' code: {why}")
+    return CheckpointError(
+        f"config.json: architecture {architecture!r} is not served by transformers' code: {why}; "
+        f"by its own Baton serves {', '.join(FAMILIES)}"
+    )
 
 
 def read_foreign(folder: Path, architecture: str) -> ModelConfig:
