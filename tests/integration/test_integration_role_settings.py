@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -119,8 +120,9 @@ def test_a_cluster_serves_with_roles_of_different_settings(serve: Serve) -> None
     with BatonClient(serve.address) as client:
         answer = client.generate(make_spec("ROMEO: " * 20, max_output_tokens=16, temperature=0.0))
         assert answer.usage.completion_tokens == 16
-        workers = {w.worker_id: w for w in client.status().workers}
-    assert workers["decode-0"].stats.kv_bytes_received > 0, "the decode worker computed the prompt itself"
+        until = time.monotonic() + 20
+        while not (workers := {w.worker_id: w for w in client.status().workers})["decode-0"].stats.kv_bytes_received:
+            assert time.monotonic() < until, "the decode worker computed the prompt itself"
     assert (workers["decode-0"].info.block_size, workers["prefill-0"].info.block_size) == (8, 16)
     assert (workers["decode-0"].info.max_num_seqs, workers["prefill-0"].info.max_num_seqs) == (4, 8)
 
