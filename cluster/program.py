@@ -203,4 +203,16 @@ def host_in_shell(create: Callable[[str, Report], Program], settings_json: str) 
     except BatonError as error:
         report(f"error: {error}")
         return ExitCode.FAILED
+    finally:
+        _drop_what_stderr_does_not_take()
     return ExitCode.DONE
+
+
+def _drop_what_stderr_does_not_take() -> None:
+    """Empties stderr's buffer: Python would try to write it once more at its exit, and end with code 120."""
+    try:
+        sys.stderr.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stderr.fileno())
+        os.close(nowhere)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -85,7 +86,15 @@ sys.exit(host_in_shell(lambda settings, report: Talks(report), "{}"))
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no /dev/full")
-def test_a_program_goes_on_where_nothing_can_be_written_to_stderr() -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_program_goes_on_where_nothing_can_be_written_to_stderr(unbuffered: str) -> None:
     with open("/dev/full", "w") as full:
-        ran = subprocess.run([sys.executable, "-c", _TALKS], cwd=ROOT, timeout=60, stdout=subprocess.PIPE, stderr=full)
+        ran = subprocess.run(
+            [sys.executable, "-c", _TALKS],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+            timeout=60,
+            stdout=subprocess.PIPE,
+            stderr=full,
+        )
     assert (ran.returncode, ran.stdout) == (0, b'{"event": "ready"}\n')
