@@ -61,6 +61,8 @@ DEPLOY_PACKAGES := openssh-server openssh-client rsync iproute2 util-linux procp
 DEPLOY_TOOLS := sshd ssh rsync ip nsenter ps curl promtool
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tests start processes by the hundred, each of which would compile Baton's code anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: gpu gpu-check setup serve test families check format lock proto model-check mutants simulate planted chaos chaos-failover soak malformed test-deploy test-page docs-check smoke bench clean deploy-tools test-prometheus test-clients test-schema bench-peer
 .DEFAULT_GOAL := setup
@@ -195,6 +197,7 @@ smoke: $(READY)
 
 families: $(READY)
 	$(PY) -m pytest -q -m "battery or not battery" tests/unit/engine/test_engine_families.py \
+	  tests/unit/worker/test_worker_windows.py tests/integration/test_integration_handoff.py \
 	  tests/integration/test_integration_kv_kinds.py $(ARGS)
 
 malformed: $(READY)

@@ -208,6 +208,7 @@ def test_the_engines_benchmark_prints_the_promised_keys(model: Path, batches: tu
     assert told["prefix"]["tokens"] == 100 and told["quantization"] == "int8"
 
 
+@pytest.mark.battery
 def test_the_gpu_command_measures_on_a_cpu_what_can_run_and_says_why_the_rest_cannot(tmp_path: Path) -> None:
     """The program itself: on a CPU its figures mean nothing."""
     only = ("--only", "ceilings", "--only", "speed", "--only", "loading")

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
+from _pytest.mark import ParameterSet
 from reference_engine import Completion, Engine
 from workers import ROOT, Worker, hand_off, merged, running, sampling
 
@@ -33,6 +34,17 @@ KINDS = {
     "penalized": {"temperature": 0.7, "seed": 99, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
     "three at once": {"temperature": 1.0, "seed": 7, "n": 3},
 }
+
+
+def every_pair_of_sizes() -> list[ParameterSet]:
+    """Tensor-parallel and block sizes of both workers. `make test` has each pair of tensor-parallel sizes with one pair
+    of block sizes, and each of those with several; `make families` has the whole product."""
+    blocks = list(itertools.product(BLOCK_SIZES, BLOCK_SIZES))
+    return [
+        pytest.param(*tp_sizes, *pair, marks=[] if number % len(blocks) == place else [pytest.mark.battery])
+        for number, tp_sizes in enumerate(itertools.product(TP_SIZES, TP_SIZES))
+        for place, pair in enumerate(blocks)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +82,7 @@ def fleet(request: pytest.FixtureRequest) -> Iterator[dict[tuple[str, int, int],
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("prefill_block", "decode_block"), list(itertools.product(BLOCK_SIZES, BLOCK_SIZES)))
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), list(itertools.product(TP_SIZES, TP_SIZES)))
+@pytest.mark.parametrize(("prefill_tp", "decode_tp", "prefill_block", "decode_block"), every_pair_of_sizes())
 def test_a_handed_off_request_equals_the_single_process_engine(
     prefill_tp: int,
     decode_tp: int,

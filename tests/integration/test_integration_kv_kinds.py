@@ -1,14 +1,17 @@
-"""The disaggregated path equals the single-process engine, whatever the layers of a model keep of a sequence.
+"""The disaggregated path equals the single-process engine, whatever the layers of a model keep of a sequence, and sends
+what decode needs of each group of layers: all, a window, a latent, the newest state.
 
-A kind of KV has one model that goes through every combination of tensor-parallel sizes, block sizes, prefix cache,
-what befalls the request, and number of sequences; each other family goes through combinations in which every pair of
-values occurs. `make families` runs them all.
+`make test` hands requests over between some pairs of sizes for each kind of KV (whole KV alone:
+test_integration_handoff.py). `make families` takes one model of each kind through every combination of tensor-parallel
+sizes, block sizes, prefix cache, what befalls the request, and number of sequences, and each other family through
+combinations in which every pair of values occurs.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,8 +27,10 @@ from workers import Output, Worker, hand_off, merged, running, sampling
 from cluster.lifecycle import RequestKey
 from cluster.pb import worker_pb2
 from engine.kv.block_manager import BlockManager
+from engine.models.config import ModelConfig
 from engine.models.folder import read_model
 from engine.sampling.params import SamplingParams
+from kv_transfer.codec import HEADER_BYTES
 
 NUM_TOKENS = 14
 NUM_KNOWN = 5
@@ -40,8 +45,14 @@ DIMENSIONS = {
     "event": ("none", "moves", "is lost"),
     "n": (1, 3),
 }
-KINDS: dict[str, dict[str, Any]] = {"llama": {}, "gemma3": {}, "deepseek-v3": {}, "qwen3-next": {}}
-"""By kind of KV: all of a sequence, a window, a latent, a recurrent state."""
+WINDOW = 24
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma3": {"sliding_window": WINDOW},
+    "deepseek-v3": {},
+    "qwen3-next": {"num_key_value_heads": 1, "head_dim": 64},
+}
+"""By kind of KV: all of a sequence, a window, a latent, a recurrent state. In the last, ranks outnumber KV heads."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {},
     "qwen2": {"num_key_value_heads": 1},
@@ -60,6 +71,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4": {},
     "smollm3": {},
 }
+
+SOME_KINDS = ("gemma3", "deepseek-v3", "qwen3-next")
+SOME_PAIRS = [((1, 16), (1, 32)), ((1, 32), (1, 16)), ((1, 16), (2, 16)), ((2, 32), (1, 16)), ((2, 32), (2, 16))]
+"""What `make test` runs; of a pair, tensor-parallel and block size of the prefill worker, and of the decode worker."""
+OTHERS: list[dict[str, Any]] = [
+    {"transport": "shm_pages", "tp_size": 2},
+    {"transport": "gloo", "kv_cache_dtype": "int8", "block_size": 64},
+]
+Size = tuple[str, int, int]
+"""A role, and a worker's tensor-parallel and block size."""
 
 
 @dataclass(frozen=True)
@@ -86,24 +107,38 @@ def prompt_of(length: int) -> list[int]:
     return [(i * 37 + length) % (VOCAB_SIZE - 1) + 1 for i in range(length)]
 
 
+class One:
+    """One process that generates by itself."""
+
+    def __init__(self, folder: Path, kv_cache_dtype: str = "auto", block_size: int = 16) -> None:
+        self._runner = make_runner(
+            folder, num_blocks=256, block_size=block_size, attention="cpu", kv_cache_dtype=kv_cache_dtype
+        )
+        self._block_size = block_size
+
+    def generate(self, length: int, n: int) -> list[tuple[int, ...]]:
+        """Each sequence's tokens behind `prompt_of(length)`."""
+        return self.go_on(prompt_of(length), n)
+
+    def go_on(self, prompt: list[int], n: int = 1) -> list[tuple[int, ...]]:
+        blocks = BlockManager(self._runner.kv.shape[2], self._block_size, groups=self._runner.config.kv_groups)
+        params = SamplingParams(max_output_tokens=NUM_TOKENS, temperature=0.0 if n == 1 else 1.0, seed=7, n=n)
+        engine = Engine(self._runner, blocks, VOCAB_SIZE, step_tokens(self._block_size))
+        (completions,) = engine.generate([prompt], [params])
+        return [completion.token_ids for completion in completions]
+
+
 class Fleet:
     """A worker of each role and size of one model, and the tokens that one process generates."""
 
-    def __init__(self, folder: Path, workers: dict[tuple[str, int, int], Worker]) -> None:
-        self._folder, self._workers = folder, workers
-        self._runner = make_runner(folder, num_blocks=256, attention="cpu")
-        self.expected = cache(self._generate)
-
-    def _generate(self, length: int, n: int) -> list[tuple[int, ...]]:
-        blocks = BlockManager(self._runner.kv.shape[2], 16, groups=self._runner.config.kv_groups)
-        params = SamplingParams(max_output_tokens=NUM_TOKENS, temperature=0.0 if n == 1 else 1.0, seed=7, n=n)
-        (completions,) = Engine(self._runner, blocks, VOCAB_SIZE).generate([prompt_of(length)], [params])
-        return [completion.token_ids for completion in completions]
+    def __init__(self, folder: Path, workers: dict[Size, Worker]) -> None:
+        self.folder, self.config, self.workers = folder, read_model(folder), workers
+        self.expected = cache(One(folder).generate)
 
     def outputs(self, scenario: Scenario, length: int) -> list[tuple[int, ...]]:
         """The request's sequences as its client would see them."""
         prefill, decode = (
-            self._workers[role, *size] for role, size in (("prefill", scenario.prefill), ("decode", scenario.decode))
+            self.workers[role, *size] for role, size in (("prefill", scenario.prefill), ("decode", scenario.decode))
         )
         name, prompt = f"{scenario} {length}", prompt_of(length)
         if scenario.is_cached:
@@ -113,7 +148,7 @@ class Fleet:
         if scenario.event == "none":
             return self._finish(key, scenario.n, prefill, decode)
         known = self._known(key, scenario.n, prefill, decode)
-        other = self._workers["decode", *next(size for size in DIMENSIONS["decode"] if size != scenario.decode)]
+        other = self.workers["decode", *next(size for size in DIMENSIONS["decode"] if size != scenario.decode)]
         if scenario.event == "is lost":
             for worker in (prefill, decode):
                 worker.send(cancel=worker_pb2.Cancel(key=key.to_proto()))
@@ -126,6 +161,11 @@ class Fleet:
         for worker in (prefill, decode):
             worker.wait_idle()
         return [(*before, *after) for before, after in zip(known, rest, strict=True)]
+
+    def of_prompt(self, name: str, prompt: list[int], source: Worker, decode: Worker) -> tuple[int, ...]:
+        """The tokens of one sequence, by what `source` and `decode` have of its prompt already."""
+        (tokens,) = self._finish(hand_off(name, prompt, source, decode, _how(1)), 1, source, decode)
+        return tokens
 
     @staticmethod
     def _known(key: RequestKey, n: int, prefill: Worker, decode: Worker) -> list[tuple[int, ...]]:
@@ -157,36 +197,107 @@ def _how(n: int) -> worker_pb2.Sampling:
     return sampling(max_output_tokens=NUM_TOKENS, temperature=0.0 if n == 1 else 1.0, seed=7, n=n)
 
 
-@pytest.fixture(scope="module", params=[*KINDS, *FAMILIES])
-def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Fleet]]:
-    kind = request.param
-    folder = make_checkpoint(kind, tmp_path_factory.mktemp(kind), **(KINDS | FAMILIES)[kind])
+def make_worker(folder: Path, role: str, tp_size: int, block_size: int, **more: Any) -> Worker:
+    return Worker(
+        worker_id=f"{role}-tp{tp_size}-b{block_size}",
+        role=role,
+        model_path=str(folder),
+        tp_size=tp_size,
+        block_size=block_size,
+        kv_cache_tokens=4096,
+        max_model_len=1024,
+        max_num_batched_tokens=step_tokens(block_size),
+        max_num_seqs=16,
+        chunk_tokens=32,
+        **{"transport": "shm", **more},
+    )
+
+
+def step_tokens(block_size: int) -> int:
+    """Workers of blocks of 16 compute most prompts in several steps."""
+    return 3 * 16 if block_size == 16 else 128
+
+
+@contextmanager
+def running_fleet(kind: str, folder: Path, sizes: Iterable[Size]) -> Iterator[Fleet]:
+    make_checkpoint(kind, folder, **(KINDS | FAMILIES)[kind])
     config = read_model(folder)
-    sizes = list(itertools.product(("prefill", "decode"), *(TP_SIZES, BLOCK_SIZES)))
-    sizes = [size for size in sizes if config.allows_tp_size(size[1])]
-    workers = [
-        Worker(
-            worker_id=f"{role}-tp{tp_size}-b{block_size}",
-            role=role,
-            model_path=str(folder),
-            tp_size=tp_size,
-            block_size=block_size,
-            kv_cache_tokens=4096,
-            max_model_len=1024,
-            max_num_batched_tokens=3 * 16 if block_size == 16 else 128,
-            max_num_seqs=16,
-            chunk_tokens=32,
-            transport="shm",
-        )
-        for role, tp_size, block_size in sizes
-    ]
-    with running(*workers):
-        yield kind, Fleet(folder, dict(zip(sizes, workers, strict=True)))
+    workers = {size: make_worker(folder, *size) for size in sizes if config.allows_tp_size(size[1])}
+    with running(*workers.values()):
+        yield Fleet(folder, workers)
+
+
+@pytest.fixture(scope="module", params=SOME_KINDS)
+def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    sides = [("prefill", *prefill) for prefill, _ in SOME_PAIRS] + [("decode", *decode) for _, decode in SOME_PAIRS]
+    with running_fleet(request.param, tmp_path_factory.mktemp(request.param), dict.fromkeys(sides)) as made:
+        yield made
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("pair", SOME_PAIRS, ids=str)
+def test_a_request_goes_from_worker_to_worker(pair: tuple[tuple[int, int], tuple[int, int]], fleet: Fleet) -> None:
+    for length, n in [*((length, 1) for length in (1, 16, WINDOW - 1, WINDOW, 101, 300)), (WINDOW - 1, 3), (101, 3)]:
+        outputs = fleet.outputs(Scenario(*pair, is_cached=False, event="none", n=n), length)
+        assert outputs == fleet.expected(length, n), (length, n)
+
+
+def bytes_of(config: ModelConfig, num_tokens: int) -> int:
+    """What is kept of so many tokens by layers that keep all or a window of w, of which w - 1 are still seen."""
+    windows = [window for layer, window in enumerate(config.layer_windows) if layer not in config.state_layers]
+    cells = sum(num_tokens if window is None else min(num_tokens, window - 1) for window in windows)
+    return cells * config.num_kv_planes * config.num_key_value_heads * config.head_dim * 4
+
+
+def bytes_of_states(config: ModelConfig) -> int:
+    net = config.delta_net
+    return 0 if net is None else len(config.state_layers) * net.state.size_bytes(net.num_key_heads)
+
+
+def test_what_is_sent_is_what_decode_needs_and_a_header_for_each_chunk(fleet: Fleet) -> None:
+    length, sender = 203, (1, 16)
+    for receiver in ((1, 32), (2, 16)):
+        prefill, decode = fleet.workers["prefill", *sender], fleet.workers["decode", *receiver]
+        before = prefill.stats.kv_bytes_sent, decode.stats.kv_bytes_received
+        fleet.outputs(Scenario(sender, receiver, is_cached=False, event="none", n=1), length)
+        sent, received = prefill.stats.kv_bytes_sent - before[0], decode.stats.kv_bytes_received - before[1]
+        # Each receiving rank has a latent whole; so it has a KV head where ranks outnumber those.
+        copies = receiver[0] if fleet.config.num_key_value_heads == 1 else 1
+        wanted = copies * bytes_of(fleet.config, length) + bytes_of_states(fleet.config)
+        assert wanted < sent == received < 1.1 * wanted
+        assert (sent - wanted) % HEADER_BYTES == 0
+
+
+def test_a_conversation_goes_on_with_what_both_workers_have(fleet: Fleet) -> None:
+    """The second turn, and then the move of its sequence to another decode worker, which takes what it lacks."""
+    prefill, decode, other = (fleet.workers[key] for key in (("prefill", 1, 16), ("decode", 1, 16), ("decode", 2, 16)))
+    first = prompt_of(150)
+    turns = [*first, *fleet.of_prompt("first", first, prefill, decode), *prompt_of(40)]
+    before = decode.stats.kv_bytes_received
+    second = fleet.of_prompt("second", turns, prefill, decode)
+    received = decode.stats.kv_bytes_received - before
+    assert [second] == One(fleet.folder).go_on(turns)
+    new = len(turns) - (len(first) + NUM_TOKENS - 1) // 16 * 16
+    assert received < 1.2 * (bytes_of(fleet.config, new) + bytes_of_states(fleet.config))
+    assert fleet.of_prompt("moved", [*turns, *second[:5]], decode, other)[:9] == second[5:]
+
+
+@pytest.mark.parametrize("more", OTHERS, ids=str)
+def test_other_transports_and_rounded_kv_give_one_workers_tokens(fleet: Fleet, more: dict[str, Any]) -> None:
+    how = {"tp_size": 1, "block_size": 16, **more}
+    one = One(fleet.folder, str(how.get("kv_cache_dtype", "auto")), how["block_size"])
+    sides = [make_worker(fleet.folder, role, **how) for role in ("prefill", "decode")]
+    with running(*sides) as (prefill, decode):
+        for length in (1, 17, 101, 300):
+            tokens = fleet.of_prompt(f"{length}", prompt_of(length), prefill, decode)
+            assert [tokens] == one.generate(length, 1), length
 
 
 @pytest.mark.battery
 @pytest.mark.timeout(1800)
-def test_a_handed_off_request_equals_the_single_process_engine(fleet: tuple[str, Fleet]) -> None:
-    kind, workers = fleet
-    for scenario, length in zip(scenarios(kind), itertools.cycle(LENGTHS), strict=False):
-        assert workers.outputs(scenario, length) == workers.expected(length, scenario.n), f"{kind}: {scenario} {length}"
+@pytest.mark.parametrize("kind", [*KINDS, *FAMILIES])
+def test_every_scenario_equals_the_single_process_engine(kind: str, tmp_path: Path) -> None:
+    sizes = itertools.product(("prefill", "decode"), TP_SIZES, BLOCK_SIZES)
+    with running_fleet(kind, tmp_path, sizes) as fleet:
+        for scenario, length in zip(scenarios(kind), itertools.cycle(LENGTHS), strict=False):
+            assert fleet.outputs(scenario, length) == fleet.expected(length, scenario.n), f"{scenario} {length}"

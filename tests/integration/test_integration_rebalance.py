@@ -6,6 +6,7 @@ import random
 import shutil
 import urllib.request
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import httpx2 as httpx
@@ -26,7 +27,7 @@ from tools.client import AdminClient, BatonClient
 
 WAIT_S = 60.0
 NUM_PROMPTS = 6
-TOKENS = 96
+TOKENS = 64
 pytestmark = pytest.mark.timeout(300)
 
 _draw = random.Random(1)
@@ -100,14 +101,21 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         made.close()
 
 
+@cache
+def outputs_of(folder: Path) -> list[list[int]]:
+    """What one process generates for each prompt."""
+    params = [SamplingParams(temperature=0.0, max_output_tokens=TOKENS)] * NUM_PROMPTS
+    return [list(completion.token_ids) for (completion,) in single_process(PROMPTS, params, folder)]
+
+
 class Load(SteadyLoad):
     """Each prompt over and over, one thread for each, until it is left; what came of every request is held against
-    the outputs of each revision of the weights. `outputs`: None for those of the cluster as it is now."""
+    the outputs of each revision of the weights, those of the bundled model by default."""
 
-    def __init__(self, cluster: Cluster, outputs: Sequence[Sequence[list[int]]] | None = None) -> None:
+    def __init__(self, cluster: Cluster, *outputs: Sequence[list[int]]) -> None:
         super().__init__(NUM_PROMPTS)
         self._client = cluster.client
-        self._outputs = [[self._run(prompt) for prompt in PROMPTS]] if outputs is None else outputs
+        self._outputs = outputs or (outputs_of(BUNDLED_MODEL),)
         self.revisions_seen: set[int] = set()
 
     def ask(self, number: int) -> str:
@@ -354,15 +362,11 @@ def test_weights_change_worker_by_worker_under_streams_and_each_output_has_one_r
     cluster: Cluster, tmp_path: Path
 ) -> None:
     revised = make_revision(BUNDLED_MODEL, tmp_path / "tiny-shakespeare")
-    params = [SamplingParams(temperature=0.0, max_output_tokens=TOKENS)] * NUM_PROMPTS
-    outputs = [
-        [list(completion.token_ids) for (completion,) in single_process(PROMPTS, params, folder)]
-        for folder in (BUNDLED_MODEL, revised)
-    ]
+    outputs = [outputs_of(folder) for folder in (BUNDLED_MODEL, revised)]
     assert all(one != other for one, other in zip(*outputs, strict=True))
     list(cluster.admin.follow(cluster.admin.set_roles(1, 1)))
     (before,) = {worker.info.weights_revision for worker in cluster.status().values()}
-    with Load(cluster, outputs) as load:
+    with Load(cluster, *outputs) as load:
         load.wait_for_more(NUM_PROMPTS)
         since = cluster.last_sequence()
         cluster.edit("path: models/tiny-shakespeare", f"path: {revised}")

@@ -39,7 +39,7 @@ BODIES = st.fixed_dictionaries(
 )
 
 
-@pytest.mark.parametrize("num", [300, pytest.param(10_000, marks=[pytest.mark.battery, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize("num", [100, pytest.param(10_000, marks=[pytest.mark.battery, pytest.mark.timeout(1800)])])
 async def test_nothing_that_is_sent_over_http_fails_inside(tmp_path: Path, num: int) -> None:
     workers = pair(lambda admit: [ids("ab")] * admit.sampling.params.n)
     async with contextlib.AsyncExitStack() as stack:

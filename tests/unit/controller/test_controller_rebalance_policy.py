@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from split_loads import FOUR, OUTPUTS, PROMPTS, SLO, WINDOW_S, WORKER, load
 
@@ -96,6 +96,7 @@ def test_what_comes_too_rarely_tells_nothing() -> None:
     assert not verdict.moves and "too little" in verdict.why
 
 
+@settings(max_examples=25)
 @given(
     st.lists(st.tuples(st.sampled_from([PROMPTS, OUTPUTS, load(3, 300, 100)]), st.integers(1, 40)), max_size=6),
     st.integers(1, 3),

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from checkpoints import KINDS, VOCAB_SIZE, make_checkpoint
 from fake_cuda import DEVICE, EmptyCheckpoint, Launches, Waited, fake_cuda
 from torch._C._distributed_c10d import FakeProcessGroup
@@ -97,8 +98,22 @@ def test_a_value_that_is_read_and_a_tensor_elsewhere_are_found() -> None:
     assert launches.names == {"aten::mm": 1}
 
 
-@pytest.mark.parametrize("attention", BACKENDS)
-@pytest.mark.parametrize(("number", "formats"), list(enumerate(FORMATS)), ids=[" ".join(names) for names in FORMATS])
+def every_format() -> list[ParameterSet]:
+    """`make test` has each format in bfloat16 on one backend in turn; `make gpu-check` has them all."""
+    return [
+        pytest.param(
+            number,
+            formats,
+            attention,
+            marks=[] if formats[0] == "bfloat16" and number % len(BACKENDS) == place else [pytest.mark.battery],
+            id=" ".join((*formats, attention)),
+        )
+        for number, formats in enumerate(FORMATS)
+        for place, attention in enumerate(BACKENDS)
+    ]
+
+
+@pytest.mark.parametrize(("number", "formats", "attention"), every_format())
 def test_a_step_in_any_format_stays_on_its_device_and_waits_for_nothing(
     folders: dict[str, Path], number: int, formats: tuple[str, str, str], attention: str
 ) -> None:

@@ -179,11 +179,14 @@ def test_a_wire_format_that_rounds_is_for_slots() -> None:
 
 
 def test_a_worker_whose_pool_is_its_own_cannot_send_and_can_receive(workers: list[Worker], store_address: str) -> None:
-    plain, shared = Worker(make_layout()), SharedWorker(make_layout())
-    workers += [plain, shared]
-    plain.timeout_s = 1.0
+    plain, shared, impatient = (
+        Worker(make_layout()),
+        SharedWorker(make_layout()),
+        SharedWorker(make_layout(), timeout_s=0.5),
+    )
+    workers += [plain, shared, impatient]
     with pytest.raises(TransferFailed, match=r"not in memory that can be shared|did not come"):
-        open_both(plain, shared, "e1", store_address, TRANSPORT)
+        open_both(plain, impatient, "e1", store_address, TRANSPORT)
     shared.load(make_truth())
     open_both(shared, plain, "e2", store_address, TRANSPORT)
     expected = plain.fill(make_truth(), 0, 16)

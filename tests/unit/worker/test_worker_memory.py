@@ -31,6 +31,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("llama", tmp_path_factory.mktemp("memory"))
 
 
+def test_blocks_without_room_for_a_state_and_deterministic_steps_of_states_are_refused(tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen3-next", tmp_path, num_key_value_heads=1, head_dim=64)
+    settings = WorkerSettings.from_values(worker_id="p", role="prefill", model_path=str(folder))
+    with pytest.raises(ConfigError, match=r"block_size: 4 tokens .* no room for the recurrent state"):
+        assert resolve(settings.with_values(block_size=4)).block_size
+    with pytest.raises(ConfigError, match=r"engine\.deterministic: Qwen3NextForCausalLM"):
+        resolve(settings.with_values(deterministic=True))
+    assert resolve(settings).block_size >= 16
+
+
 def plans_of_two_ranks(demand: MemoryDemand, folder: Path) -> list[MemoryPlan]:
     def work(tp: TPGroup) -> MemoryPlan:
         runner = ModelRunner(folder, tp=tp, device="cpu", dtype="float32", block_size=demand.block_size)

@@ -129,17 +129,21 @@ def test_each_fault_of_an_operation_by_itself_strikes_and_leaves_nothing_behind(
     rates = {fault: 0.3 if EVERY_RATE[fault] > 0.01 else 0.03}
     if fault == "landing torn":
         rates["receive failed"] = 0.1
-    runs = [crowded(seed, rates, shares_pages=shares_pages).run() for seed in range(6)]
-    assert sum(run.num_faults.get(fault, 0) for run in runs) >= 5
+    num_struck = 0
+    for seed in range(6):
+        num_struck += crowded(seed, rates, shares_pages=shares_pages).run().num_faults.get(fault, 0)
+        if num_struck >= 5:
+            return
+    raise AssertionError(f"it struck {num_struck} times")
 
 
 @pytest.mark.parametrize("fault", (*WORKER_FAULTS, *LABEL_FAULTS, *NETWORK_FAULTS))
 def test_each_fault_of_a_worker_or_a_link_by_itself_leaves_nothing_behind(fault: str) -> None:
     num_struck = 0
-    for seed in range(6):
+    for seed in range(3):
         scenario = crowded(seed, {}, shares_pages=seed % 3 == 0)
         name = scenario.spec.workers[seed % 4].worker_id
         events = tuple(FaultEvent(at_s, fault, 0.3, name, JITTER) for at_s in (0.1, 0.5, 0.9))
         result = replace(scenario, faults=FaultPlan(events, until_s=FAULTS_UNTIL_S)).run()
         num_struck += result.num_faults.get(fault, 0)
-    assert num_struck >= 10
+    assert num_struck >= 5

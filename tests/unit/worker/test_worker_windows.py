@@ -268,7 +268,7 @@ def _reference(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("budget", [2048, 100])
+@pytest.mark.parametrize("budget", [pytest.param(2048, marks=pytest.mark.battery), 100])
 def test_greedy_tokens_are_those_of_transformers(folder_of: Any, name: str, budget: int) -> None:
     """All prompts share steps, in one chunk and in several."""
     folder = folder_of(name)
