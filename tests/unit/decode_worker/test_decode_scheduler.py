@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
+from cluster.kv_groups import KvGroup
 from cluster.lifecycle import RequestKey
 from decode_worker.scheduler import DecodeScheduler
 from engine.kv.block_manager import BlockManager
 from engine.sampling.params import SamplingParams
-from engine.sequence import Request, Sequence
+from engine.sequence import Request, Sequence, claim_blocks
 from engine.step_budget import StepBudget
 from engine.step_input import table_of
 
@@ -86,6 +89,53 @@ def test_a_fork_shares_full_blocks_and_copies_the_partial_one() -> None:
     scheduler.fork(parent, [child], [])
     assert child.block_table[0] == parent.block_table[0] and child.block_table[1] != parent.block_table[1]
     assert scheduler.take_copies() == [(parent.block_table[1], child.block_table[1])]
+
+
+def test_a_fork_for_which_no_block_is_left_waits_and_is_computed_anew() -> None:
+    blocks = BlockManager(2, 4)
+    scheduler = DecodeScheduler(blocks, 8)
+    parent = running(scheduler, blocks, 6, 0)
+    child = Sequence(parent.request, 1, 0, output_token_ids=[2])
+    scheduler.fork(parent, [child], [])
+    assert (scheduler.num_running, scheduler.num_waiting) == (1, 1)
+    assert not child.block_table and not scheduler.take_copies()
+
+
+def test_a_fork_takes_the_blocks_that_were_put_aside_for_it() -> None:
+    blocks = BlockManager(3, 4)
+    scheduler = DecodeScheduler(blocks, 8)
+    parent, spare = running(scheduler, blocks, 6, 0), blocks.allocate(1)
+    child = Sequence(parent.request, 1, 0, output_token_ids=[2])
+    scheduler.fork(parent, [child], [*spare])
+    assert scheduler.num_running == 2 and child.block_table[1] == spare[0]
+
+
+def test_a_sequence_that_waits_and_is_taken_out_never_runs() -> None:
+    blocks = BlockManager(8, 4)
+    scheduler = DecodeScheduler(blocks, 8)
+    waits = Sequence(Request(RequestKey("r", 1), (1, 2, 3), SamplingParams()), 0, 0)
+    scheduler.add(waits)
+    scheduler.remove(waits)
+    assert scheduler.num_waiting == 0 and scheduler.admit() == []
+
+
+def test_the_youngest_gives_way_when_a_window_has_no_block_for_the_next_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.sequence.AHEAD_TOKENS", 4)
+    blocks = BlockManager(5, 4, groups=(KvGroup((0,)), KvGroup((1,), window=6)))
+    scheduler = DecodeScheduler(blocks, 8)
+    old, young = (
+        Sequence(Request(RequestKey(f"r{arrival}", 1), prompt, SamplingParams()), 0, arrival, output_token_ids=[1])
+        for arrival, prompt in enumerate([(5, 6, 7, 8), (5, 6)])
+    )
+    for sequence in (old, young):
+        assert claim_blocks(sequence, blocks)
+        sequence.num_computed_tokens = len(sequence.request.prompt_token_ids)
+        scheduler.join(sequence)
+    assert blocks.num_free == 0 and old.block_table[3] < 0
+    assert not scheduler.can_plan_ahead()
+    scheduled, preempted = scheduler.plan(StepBudget(100))
+    assert preempted == [young] and [p.sequence for p in scheduled] == [old]
+    assert old.block_table[3] >= 0
 
 
 def test_a_page_waits_to_be_copied_even_when_both_sequences_have_left() -> None:

@@ -89,6 +89,18 @@ def test_a_watcher_is_told_of_the_first_group() -> None:
     assert events is not None and len(events.evicted) == 4
 
 
+def test_a_watcher_is_not_told_when_a_block_of_another_group_is_evicted() -> None:
+    manager = BlockManager(8, 4, groups=GROUPS)
+    manager.watch_cache(True)
+    manager.release(filled(manager))
+    manager.take_cache_events()
+    manager.allocate(3)  # the first two blocks of the window, which had left it, and the end of the window
+    assert manager.take_cache_events() is None
+    manager.allocate(1)  # the end of what keeps everything
+    events = manager.take_cache_events()
+    assert events is not None and len(events.evicted) == 1 and len(manager.cached_hashes) == 3
+
+
 STATES = (KvGroup((0,)), KvGroup((1,), window=STATE_WINDOW, has_state=True))
 
 

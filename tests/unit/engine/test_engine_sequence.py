@@ -1,13 +1,19 @@
-"""What a sequence hides from others, blocks under a salt of its own; and what it is while a token of it is unread."""
+"""What a sequence hides from others, blocks under a salt of its own; what it is while a token of it is unread; and
+which blocks it holds where some layers keep a window.
+"""
 
 from __future__ import annotations
 
 import pytest
 
+from cluster.kv_groups import KvGroup
 from cluster.lifecycle import RequestKey
+from engine.kv.block_manager import BlockManager
 from engine.sampling.params import SamplingParams
-from engine.sequence import Request, Sequence
+from engine.sequence import Request, Sequence, claim_blocks, cover_blocks, most_blocks, settle_blocks
 from engine.step_input import table_of
+
+GROUPS = (KvGroup((0,)), KvGroup((1,), window=6))
 
 
 @pytest.mark.parametrize("request_id", ["r1", "", "\u00ff", "attempts of r1"])
@@ -41,3 +47,51 @@ def test_tokens_in_the_middle_of_a_prompt_lead_to_none() -> None:
     sequence.count_ahead(2, row=None)
     assert (sequence.num_tokens, sequence.num_remaining) == (3, 1)
     assert sequence.slice(1).token_ids == (7,)
+
+
+@pytest.fixture
+def few_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.sequence.AHEAD_TOKENS", 8)
+
+
+def sequence_of(num_tokens: int) -> Sequence:
+    return Sequence(Request(RequestKey("r", 1), tuple(range(num_tokens)), SamplingParams()), 0, 0)
+
+
+def rows_of(sequence: Sequence) -> list[list[int]]:
+    """The rows of its table in which each group has a block."""
+    table = sequence.block_table
+    return [[row for row, block in enumerate(table[place::2]) if block >= 0] for place in range(2)]
+
+
+def test_kv_that_lands_takes_of_a_window_only_the_blocks_that_the_next_token_sees() -> None:
+    blocks, landing = BlockManager(32, 4, groups=GROUPS), sequence_of(30)
+    assert claim_blocks(landing, blocks, is_landing=True)
+    assert rows_of(landing) == [[*range(8)], [6, 7]], "the token behind 30 sees 25 to 29"
+
+
+def test_a_windows_blocks_are_taken_a_few_tokens_ahead_of_those_that_are_computed(few_ahead: None) -> None:
+    blocks, sequence = BlockManager(32, 4, groups=GROUPS), sequence_of(30)
+    assert claim_blocks(sequence, blocks)
+    assert rows_of(sequence) == [[*range(8)], [0, 1]]
+    for num_computed, covered in ((4, [0, 1, 2]), (8, [0, 1, 2, 3]), (16, [2, 3, 4, 5]), (21, [4, 5, 6, 7])):
+        before, sequence.num_computed_tokens = sequence.num_computed_tokens, num_computed
+        settle_blocks(sequence, blocks, before)
+        assert rows_of(sequence) == [[*range(8)], covered]
+        assert cover_blocks(sequence, blocks) == min(30, 4 * (covered[-1] + 1)) - num_computed
+    blocks.check()
+
+
+def test_a_sequence_holds_what_everything_and_its_windows_take_and_no_more(few_ahead: None) -> None:
+    assert most_blocks(GROUPS, 100, 4) == 25 + 5, "6 tokens, 8 ahead and those of a block's beginning"
+    assert most_blocks(GROUPS, 10, 4) == 3 + 3
+
+
+def test_a_cached_prefix_counts_its_tokens_once_however_many_groups_have_blocks_of_them() -> None:
+    blocks, first = BlockManager(32, 4, groups=GROUPS), sequence_of(16)
+    assert claim_blocks(first, blocks)
+    first.num_computed_tokens = 16
+    settle_blocks(first, blocks, 0)
+    second = sequence_of(20)
+    assert claim_blocks(second, blocks)
+    assert second.num_cached_tokens == second.num_computed_tokens == 16 and len(second.block_table) == 2 * 5

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from cluster.kv_groups import KvGroup
 from cluster.lifecycle import RequestKey
 from cluster.pb import generation_pb2, handoff_pb2, worker_pb2
 from engine.kv.block_manager import BlockManager
@@ -44,7 +45,7 @@ class Connection:
 class Surroundings(Reporter):
     """What the role tells and lands, kept for the test to read."""
 
-    def __init__(self) -> None:
+    def __init__(self, groups: Seq[KvGroup] = (KvGroup((0,)),)) -> None:
         super().__init__()
         self.heard: list[worker_pb2.Event] = []
         self.tokens: list[tuple[int, int, int]] = []
@@ -53,7 +54,7 @@ class Surroundings(Reporter):
         self.landings: list[Chunk] = []
         self.landed: Callable[[Chunk, str, Reason], None] = lambda *landing: None
         """Called when a landing has ended."""
-        self.blocks = BlockManager(16, 4)
+        self.blocks = BlockManager(16, 4, groups=groups)
         self.connections: dict[str, Any] = {}
         self.role = DecodeRole(self, self.blocks, max_num_seqs=4)
 
@@ -122,6 +123,14 @@ def test_a_prompt_is_reserved_for_at_once_and_not_when_the_step_under_way_has_en
     around.role.admit(request(FIRST), expect_handoff=True)
     around.open(FIRST, "one")
     assert around.reserved(FIRST) == [0] and around.role.num_waiting == 0
+
+
+def test_each_sequence_of_a_hand_off_has_a_block_of_each_group_for_its_next_tokens() -> None:
+    around = Surroundings((KvGroup((0,)), KvGroup((1,), window=6)))
+    around.role.admit(Request(FIRST, PROMPT, SamplingParams(max_output_tokens=4, n=2)), expect_handoff=True)
+    around.open(FIRST, "one")
+    num_prompt = 4 + 2  # the window's last two blocks
+    assert around.reserved(FIRST) == [0] and around.blocks.num_held == num_prompt + 2 * 2
 
 
 def test_what_runs_keeps_the_blocks_that_it_is_about_to_need() -> None:

@@ -73,10 +73,9 @@ class Surroundings(Reporter):
 
     def emit_prompt_logprobs(self, sequence: Sequence, scores: Seq[SampledToken]) -> None: ...
 
-    def close_request(self, key: RequestKey) -> None: ...
-
     def begin(self, request: Request) -> None:
         """The hand-off is reserved and its connection is open."""
+        self.open_request(request.key, lambda events: None)
         self.role.connection_open(self.connection)
         self.role.admit(request, self.connection)
         reserved = handoff_pb2.Reserved(key=request.key.to_proto())
@@ -123,8 +122,10 @@ def test_a_prompt_given_up_is_computed_no_further_while_a_gather_still_reads_it(
 
     assert around.role.plan(StepBudget(8), 1) == []
     assert around.blocks.num_held == 10, "the gather may still read them"
+    assert around.num_requests == 1
     around.gather_done(gather)
     assert around.blocks.num_held == 0
+    assert around.num_requests == 0, "its router is told nothing more"
 
 
 def test_the_step_log_names_a_request_that_the_decode_worker_gave_up_before_the_router_cancelled_it(
