@@ -130,6 +130,27 @@ def test_of_workers_that_hold_beginnings_of_a_prompt_each_ones_length_is_found(l
     assert [index.num_cached_tokens(prompt) for index in indices] == [BLOCK_SIZE * length for length in lengths]
 
 
+@pytest.mark.parametrize(
+    ("lengths", "depth", "num_holding"),
+    [
+        ([3, 3, 2], None, 0),
+        ([3, 3, 3, GROUP + 1], GROUP + 1, 1),
+        ([3, GROUP, GROUP + 2, GROUP + 2, 2 * GROUP + 1, 2 * GROUP + 1], GROUP + 2, 2),
+    ],
+)
+def test_the_widest_step_is_that_of_most_workers_behind_the_first_group(
+    lengths: list[int], depth: int | None, num_holding: int
+) -> None:
+    holders = Holders()
+    indices = [PrefixIndex(BLOCK_SIZE, len(LONG_HASHES), holders) for _ in lengths]
+    for index, length in zip(indices, lengths, strict=True):
+        index.apply(events(1, LONG_HASHES[:length], snapshot=True))
+    step = PromptHashes(LONG_PROMPT, b"a").depths(holders, BLOCK_SIZE).widest(sum(index.bit for index in indices))
+    holding = sum(index.bit for index, length in zip(indices, lengths, strict=True) if length == depth)
+    assert holding.bit_count() == num_holding
+    assert step == (None if depth is None else (depth, holding))
+
+
 def test_who_holds_the_end_of_a_group_is_taken_to_hold_all_of_it() -> None:
     prompt = PromptHashes(LONG_PROMPT, b"a")
     assert known(*LONG_HASHES[1 : GROUP + 3], num_blocks=99).num_cached_tokens(prompt) == (GROUP + 3) * BLOCK_SIZE

@@ -62,6 +62,13 @@ def deltas(events: list[pb.GenerateStreamResponse]) -> list[pb.SequenceDelta]:
     return [event.delta for event in events if event.HasField("delta")]
 
 
+def test_a_character_that_the_last_token_leaves_unfinished_is_told_as_a_replacement() -> None:
+    live, (half, _) = live_request(), ids("é")
+    give(live, 0, [*ids("a"), half], finish_reason=LENGTH)
+    live.finish(12.0)
+    assert text_of(take(live)) == "a\N{REPLACEMENT CHARACTER}"
+
+
 @given(st.permutations(range(12)), st.lists(st.booleans(), min_size=12, max_size=12))
 def test_tokens_in_any_order_and_twice_come_out_once_and_in_order(order: list[int], takes: list[bool]) -> None:
     live = live_request()

@@ -13,9 +13,11 @@ from typing import Any
 
 import grpc
 import pytest
+from author import again
 from fake_worker import DECODE, LENGTH, PREFILL, FakeWorker, pair, phase, tokens
-from router_harness import Router, running_router, text_of, text_spec
+from router_harness import Router, refusal, running_router, text_of, text_spec
 
+from cluster.errors import NotFound
 from cluster.pb import generation_pb2 as pb
 from cluster.pb import generation_pb2_grpc, worker_pb2
 from router.stream import client_stream
@@ -72,6 +74,27 @@ async def test_a_client_that_takes_nothing_is_given_up_and_its_generation_cancel
             assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert "does not read" in str(error.value.details())
         assert dispatcher.counters.refused["client_stalled"] == 1
+
+
+async def test_what_a_client_does_not_read_is_kept_for_nobody_though_it_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_stream, "LOOK_S", 0.01)
+    prefill, decode = pair()
+    output = pb.OutputOptions(token_ids=True, top_logprobs=5)
+    stopping = pb.StoppingCriteria(max_output_tokens=240)
+    async with running_router(tmp_path, (prefill, decode), stalled_client_timeout_s=0.1) as router:
+        async with deaf_client(router, stopping=stopping, output=output, resume=pb.ResumeFrom()) as call:
+            key = await start(prefill, decode)
+            top = [pb.TokenAlternative(token_id=i, logprob=-1.25) for i in range(5)]
+            logprobs = [pb.TokenLogprob(token_id=3, logprob=-0.5, rank=1, top=top)] * 200
+            decode.emit(tokens(key, 1, [3] * 200, logprobs=logprobs, finish_reason=LENGTH))
+            async with asyncio.timeout(20):
+                while not router.server.dispatcher.counters.refused["client_stalled"]:
+                    await asyncio.sleep(0.01)
+            assert router.server.dispatcher.counters.finished == 1
+            call.cancel()
+        assert isinstance(await refusal(router.stream(again(key.request_id, 0))), NotFound)
 
 
 async def test_a_client_over_http_that_takes_nothing_is_given_up_and_its_connection_closed(
