@@ -242,7 +242,6 @@ class Journal(Generic[E]):
             self._mark(generation_id)
         elif outcome is Outcome.FULL:
             page.stored = None
-            _release(page.waiters)
         return outcome is Outcome.FENCED
 
     async def _lose(self, writing: _Writing[E]) -> None:

@@ -155,7 +155,7 @@ class SequenceOutput:
         is_last = tokens.finish_reason != _OPEN
         is_stop_token = is_last and tokens.HasField("stop_token_id") and not self._request.include_stop_in_output
         with_text = token_ids[:-1] if is_stop_token else token_ids
-        num_held = min(len(token_ids), num_ahead) if num_ahead > 0 else 0
+        num_held = max(0, min(len(token_ids), num_ahead))
         num_kept, stop = self._read(with_text, num_held)
         if stop is None:
             num_kept = len(token_ids)
