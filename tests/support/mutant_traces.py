@@ -65,8 +65,8 @@ TESTS = {
     "": "test_model_check",
     "cluster": "test_cluster_(failure_detector|lifecycle|prefix_hash)",
     "decode_worker": "",
-    "engine": "test_engine_(allocator|block_manager|cache_events|prompt_scores|sequence|step_budget)",
-    "kv_transfer": "test_kv_(digest|header|layout|pages|shared_pages)",
+    "engine": "test_engine_(allocator|block_manager|cache_events|kv_groups|prompt_scores|sequence|step_budget)",
+    "kv_transfer": "test_kv_(digest|header|layout|pages|shared_pages|states)",
     "prefill_worker": "",
     "router": "test_router_(activity|admission|attempts|demand|failures|fair_order|idle|journal|load_tracker|moves|"
     "output|overload|preadmission|prefix_index|pressure|quota|random_failures|readers|request|resume|retry|rewind|slow_clients|stalls|"
