@@ -5,10 +5,16 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from cluster.errors import CheckpointError
 from cluster.model_folder import read_model_file
+
+N = TypeVar("N", int, float)
+_MOST_DIGITS = 40
+_LARGEST_SIZE = 2**31 - 1
+_LARGEST_NUMBER = 1e30
+"""No model has larger numbers; products of these are still finite."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -41,29 +47,29 @@ class Fields:
         return self._values.get(name)
 
     def size(self, name: str, default: int | None = None) -> int:
-        """A positive integer; a null counts as absent."""
+        """Returns a positive integer; a null counts as absent."""
         value = self._values.get(name)
         if value is None and default is not None:
             return default
         if type(value) is not int or value < 1:
             raise CheckpointError(f"{self._where}: {name} must be a positive integer (got {value!r})")
-        return value
+        return self._at_most(name, value, _LARGEST_SIZE)
 
     def count(self, name: str, default: int) -> int:
-        """An integer from 0 on; a null counts as absent."""
+        """Returns an integer from 0 on; a null counts as absent."""
         value = default if self._values.get(name) is None else self._values[name]
         if type(value) is not int or value < 0:
             raise CheckpointError(f"{self._where}: {name} must be an integer from 0 on (got {value!r})")
-        return value
+        return self._at_most(name, value, _LARGEST_SIZE)
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A positive finite number; a null counts as absent."""
+        """Returns a positive finite number; a null counts as absent."""
         value = self._values.get(name)
         if value is None and default is not None:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise CheckpointError(f"{self._where}: {name} must be a positive number (got {value!r})")
-        return float(value)
+        return float(self._at_most(name, value, _LARGEST_NUMBER))
 
     def optional_number(self, name: str) -> float | None:
         return None if self._values.get(name) is None else self.number(name)
@@ -77,8 +83,19 @@ class Fields:
         return value
 
     def within(self, name: str) -> Fields:
-        """The object below `name`; empty when absent."""
+        """Returns the object below `name`; empty when absent."""
         value = self._values.get(name)
         if value is not None and not isinstance(value, dict):
             raise CheckpointError(f"{self._where}: {name} must be an object (got {value!r})")
         return Fields(value or {}, f"{self._where}: {name}")
+
+    def _at_most(self, name: str, value: N, limit: float) -> N:
+        if value > limit:
+            raise CheckpointError(f"{self._where}: {name} must be at most {limit:,} (got {_shown(value)})")
+        return value
+
+
+def _shown(value: float) -> str:
+    """Shortens an integer of very many digits."""
+    text = repr(value)
+    return text if len(text) <= _MOST_DIGITS else f"a number of {len(text)} digits"

@@ -57,6 +57,18 @@ class RopeConfig:
     is_interleaved: bool = False
     """Dimension 2i of a checkpoint's heads pairs with 2i + 1, not i with i plus half of those that are turned."""
 
+    def check(self) -> None:
+        """Raises CheckpointError for parameters by which a formula would divide by zero."""
+        if self.rope_type == "yarn" and self.rope_theta <= 1:
+            raise CheckpointError(f"config.json: rope_theta must be more than 1 with yarn (got {self.rope_theta})")
+        if self.rope_type == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise CheckpointError(
+                f"config.json: high_freq_factor must be more than low_freq_factor {self.low_freq_factor} (got "
+                f"{self.high_freq_factor})"
+            )
+        if self.rope_type == "longrope" and self.original_max_position_embeddings < 2:
+            raise CheckpointError("config.json: original_max_position_embeddings must be at least 2 with longrope")
+
     def rotary_dim(self, head_dim: int) -> int:
         """Returns how many dimensions of a head are turned."""
         return int(head_dim * self.partial_rotary_factor)
@@ -218,14 +230,18 @@ class ModelConfig:
                 f"config.json: num_key_value_heads {self.num_key_value_heads} does not divide "
                 f"num_attention_heads {self.num_attention_heads}"
             )
-        if self.head_dim % 2:
-            raise CheckpointError(f"config.json: head_dim {self.head_dim} is odd; rotary embeddings need an even one")
+        key = "head_dim" if self.latent is None else "qk_rope_head_dim"
+        if self.roped_dim % 2:
+            raise CheckpointError(f"config.json: {key} {self.roped_dim} is odd; rotary embeddings need an even one")
+        if self.latent is not None and self.latent.kv_lora_rank % 2:
+            raise CheckpointError(f"config.json: kv_lora_rank {self.latent.kv_lora_rank} is odd; Baton keeps even ones")
         for rope in self.ropes:
-            if (turned := rope.rotary_dim(self.head_dim)) % 2:
+            if (turned := rope.rotary_dim(self.roped_dim)) % 2:
                 raise CheckpointError(
                     f"config.json: partial_rotary_factor {rope.partial_rotary_factor} turns {turned} of "
-                    f"{self.head_dim} dimensions of a head; rotary embeddings need an even number"
+                    f"{self.roped_dim} dimensions of a head; rotary embeddings need an even number"
                 )
+            rope.check()
 
     @cached_property
     def kv_groups(self) -> tuple[KvGroup, ...]:

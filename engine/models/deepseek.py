@@ -11,7 +11,7 @@ from cluster.errors import CheckpointError
 from engine.json_fields import Fields
 from engine.models.config import LatentConfig, ModelConfig, RopeConfig
 from engine.models.experts import ExpertNames, ExpertsConfig, Routing, expert_numbers
-from engine.models.family import ModelFamily, read_decoder
+from engine.models.family import MOST_LAYERS, ModelFamily, read_decoder, read_num_layers
 
 
 def _deepseek_v2(fields: Fields) -> ModelConfig:
@@ -97,14 +97,14 @@ def _temperature(rope: RopeConfig) -> float:
 
 def predicting_layers(fields: Fields) -> tuple[str, ...]:
     """Layers behind the model's own that predict further tokens (DeepSeek V3, section 2.2)."""
-    first = fields.size("num_hidden_layers")
-    return tuple(f"model.layers.{first + n}." for n in range(fields.count("num_nextn_predict_layers", 0)))
+    first, count = read_num_layers(fields), fields.count("num_nextn_predict_layers", 0)
+    return tuple(f"model.layers.{first + n}." for n in range(min(count, MOST_LAYERS)))
 
 
 def read_experts(fields: Fields, routing: Routing, *, normalizes: bool, num_dense: int) -> ExpertsConfig | None:
     """In all layers but the first `num_dense`. Raises CheckpointError naming the field."""
     _one_of("moe_layer_freq", fields.get("moe_layer_freq") or 1, (1,))
-    num_layers = fields.size("num_hidden_layers")
+    num_layers = read_num_layers(fields)
     if num_dense >= num_layers:
         return None
     num_experts, num_per_token = expert_numbers(fields, "n_routed_experts")

@@ -7,13 +7,14 @@ CheckpointError that names the key, its value and the values that are supported.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cluster.errors import CheckpointError
 from engine.json_fields import Fields
 from engine.models.config import DTYPES, ROPE_TYPES, ModelConfig, RopeConfig
 
+MOST_LAYERS = 10_000
 COMMON_ROPE_TYPES = tuple(name for name in ROPE_TYPES if name != "longrope")
 """Those that need nothing of a family's own."""
 Windows = tuple[int | None, ...]
@@ -55,7 +56,7 @@ def read_decoder(
     if fields.flag("use_bidirectional_attention"):
         raise CheckpointError("config.json: use_bidirectional_attention is not supported; Baton generates from left")
     num_heads, hidden_size = fields.size("num_attention_heads"), fields.size("hidden_size")
-    num_layers = fields.size("num_hidden_layers")
+    num_layers = read_num_layers(fields)
     return ModelConfig(
         architecture=str(fields.get("architectures")[0]),
         hidden_size=hidden_size,
@@ -73,6 +74,14 @@ def read_decoder(
         eos_token_ids=token_ids(fields.get("eos_token_id")),
         layer_windows=(None,) * num_layers,
     )
+
+
+def read_num_layers(fields: Fields) -> int:
+    """Returns num_hidden_layers. Raises CheckpointError for more than any model has: each takes memory here."""
+    count = fields.size("num_hidden_layers")
+    if count > MOST_LAYERS:
+        raise CheckpointError(f"config.json: num_hidden_layers must be at most {MOST_LAYERS:,} (got {count})")
+    return count
 
 
 def read_rope(fields: Fields, rope_theta: float = 10000.0, partial: float | None = None) -> RopeConfig:
@@ -128,23 +137,28 @@ def read_partial(values: Fields, fields: Fields, default: float | None) -> float
 def one_window(fields: Fields) -> Windows:
     """`sliding_window` in all layers."""
     window = None if fields.get("sliding_window") is None else fields.size("sliding_window")
-    return (window,) * fields.size("num_hidden_layers")
+    return (window,) * read_num_layers(fields)
 
 
 def windows_by_type(fields: Fields, window: int | None) -> Windows:
     """`window` in the layers that `layer_types` names."""
-    num_layers = fields.size("num_hidden_layers")
-    types, by_type = fields.get("layer_types"), {"sliding_attention": window, "full_attention": None}
-    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= set(by_type):
-        raise CheckpointError(f"config.json: layer_types must name {num_layers} of {sorted(by_type)} (got {types!r})")
-    return tuple(by_type[name] for name in types)
+    by_type = {"sliding_attention": window, "full_attention": None}
+    return tuple(by_type[name] for name in read_layer_types(fields, sorted(by_type)))
 
 
-def token_ids(value: object) -> tuple[int, ...]:
-    """`eos_token_id`: one, a list of them, or none."""
+def read_layer_types(fields: Fields, choices: Sequence[str]) -> list[str]:
+    """Returns `layer_types`, which names one of the choices for each layer."""
+    num_layers, types = read_num_layers(fields), fields.get("layer_types")
+    if not isinstance(types, list) or len(types) != num_layers or any(name not in choices for name in types):
+        raise CheckpointError(f"config.json: layer_types must name {num_layers} of {list(choices)} (got {types!r})")
+    return types
+
+
+def token_ids(value: object, where: str = "config.json") -> tuple[int, ...]:
+    """Reads `eos_token_id`: one, a list of them, or none."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if any(type(token) is not int or token < 0 for token in ids):
-        raise CheckpointError(f"eos_token_id must be a token id or a list of them (got {value!r})")
+    if any(type(token) is not int or not 0 <= token < 2**31 for token in ids):
+        raise CheckpointError(f"{where}: eos_token_id must be a token id or a list of them (got {value!r:.100})")
     return tuple(ids)
 
 

@@ -36,7 +36,7 @@ def read_model(path: str | Path, model_impl: str = "auto") -> ModelConfig:
         config = replace(config, packing=stored.read_stored(fields))
     generation = folder / "generation_config.json"
     eos = read_json(generation).get("eos_token_id") if has_model_file(generation) else None
-    return config if eos is None else replace(config, eos_token_ids=token_ids(eos))
+    return config if eos is None else replace(config, eos_token_ids=token_ids(eos, generation.name))
 
 
 def is_foreign(fields: Fields, model_impl: str = "auto") -> bool:

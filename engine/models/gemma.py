@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from engine.json_fields import Fields
 from engine.models.config import LayerNorms, ModelConfig, RopeConfig
-from engine.models.family import ModelFamily, Windows, read_decoder, rope_of, windows_by_type
+from engine.models.family import ModelFamily, Windows, read_decoder, read_num_layers, rope_of, windows_by_type
 
 _NORMS = LayerNorms(
     before_attention="input_layernorm",
@@ -75,7 +75,7 @@ def _windows(fields: Fields, default_pattern: int) -> Windows:
     window, pattern = fields.size("sliding_window", 4096), fields.size("sliding_window_pattern", default_pattern)
     if fields.get("layer_types") is not None:
         return windows_by_type(fields, window)
-    return tuple(window if (layer + 1) % pattern else None for layer in range(fields.size("num_hidden_layers")))
+    return tuple(window if (layer + 1) % pattern else None for layer in range(read_num_layers(fields)))
 
 
 def _softcap(fields: Fields, key: str, default: float | None) -> float | None:

@@ -17,13 +17,15 @@ _TENSORS = TensorNames(qkv=("qkv_proj",), gate_up=("gate_up_proj",))
 _LONGROPE = ("longrope", "su", "yarn")
 """Names of longrope, the last two of which older files have."""
 _ORIGINAL = 4096
+_MOST = 1e30
+"""Of a factor: it stays a number in float32."""
 
 
 def _phi3(fields: Fields) -> ModelConfig:
     rope = _rope(fields)
     config = read_decoder(fields, rope=rope, rms_norm_eps=1e-5)
     turned = rope.rotary_dim(config.head_dim) // 2
-    if rope.frequency_factors and len(rope.frequency_factors) != turned:
+    if rope.rope_type == "longrope" and len(rope.frequency_factors) != turned:
         raise CheckpointError(
             f"config.json: short_factor has {len(rope.frequency_factors)} numbers; there are {turned} pairs of "
             "dimensions that are turned"
@@ -60,7 +62,7 @@ def _rope(fields: Fields) -> RopeConfig:
 
 def _factors(values: Fields, key: str) -> tuple[float, ...]:
     found = values.get(key)
-    if not isinstance(found, list) or any(type(x) not in (int, float) or x <= 0 for x in found):
+    if not isinstance(found, list) or any(type(x) not in (int, float) or not 0 < x < _MOST for x in found):
         raise CheckpointError(f"config.json: {key} must be a list of positive numbers (got {found!r})")
     return tuple(map(float, found))
 

@@ -8,7 +8,7 @@ from cluster.errors import CheckpointError
 from engine.json_fields import Fields
 from engine.models.config import ModelConfig
 from engine.models.experts import ExpertsConfig, expert_numbers
-from engine.models.family import ModelFamily, Windows, one_window, read_decoder, windows_by_type
+from engine.models.family import ModelFamily, Windows, one_window, read_decoder, read_num_layers, windows_by_type
 
 _DEFAULT_MAX_WINDOW_LAYERS = 28
 
@@ -39,14 +39,13 @@ def _with_head_norms(fields: Fields, head_dim: int | None = None) -> ModelConfig
 
 def _windows(fields: Fields) -> Windows:
     """In the layers that `layer_types` names, or (transformers 4) from layer `max_window_layers` on."""
-    num_layers = fields.size("num_hidden_layers")
+    num_layers = read_num_layers(fields)
     if not fields.flag("use_sliding_window") or fields.get("sliding_window") is None:
         return (None,) * num_layers
     window = fields.size("sliding_window")
     if fields.get("layer_types") is not None:
         return windows_by_type(fields, window)
-    first = fields.get("max_window_layers")
-    first = _DEFAULT_MAX_WINDOW_LAYERS if first is None else first
+    first = fields.count("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS)
     return tuple(window if layer >= first else None for layer in range(num_layers))
 
 
@@ -56,7 +55,7 @@ def read_experts(fields: Fields, shared_intermediate_size: int = 0) -> ExpertsCo
     dense = fields.get("mlp_only_layers") or []
     if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
         raise CheckpointError(f"config.json: mlp_only_layers must be a list of layers (got {dense!r})")
-    step, num_layers = fields.size("decoder_sparse_step", 1), fields.size("num_hidden_layers")
+    step, num_layers = fields.size("decoder_sparse_step", 1), read_num_layers(fields)
     layers = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
     if not any(layers):
         return None

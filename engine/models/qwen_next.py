@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cluster.errors import CheckpointError
 from cluster.kv_groups import STATE_WINDOW
 from engine.json_fields import Fields
 from engine.models.config import ModelConfig
 from engine.models.delta_net import read_delta_net
-from engine.models.family import ModelFamily, read_decoder, read_rope
+from engine.models.family import ModelFamily, read_decoder, read_layer_types, read_num_layers, read_rope
 from engine.models.qwen import read_experts
-
-_TYPES = ("linear_attention", "full_attention")
 
 
 def _qwen3_next(fields: Fields) -> ModelConfig:
@@ -36,14 +33,13 @@ def _qwen3_next(fields: Fields) -> ModelConfig:
 
 
 def _state_layers(fields: Fields) -> tuple[bool, ...]:
-    """Those that `layer_types` names, or all but each `full_attention_interval`-th."""
-    num_layers, types = fields.size("num_hidden_layers"), fields.get("layer_types")
-    if types is None:
+    """Returns for each layer whether `layer_types` says so; without that, all but each `full_attention_interval`-th."""
+    if fields.get("layer_types") is None:
         interval = fields.size("full_attention_interval", 4)
-        return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
-    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= set(_TYPES):
-        raise CheckpointError(f"config.json: layer_types must name {num_layers} of {sorted(_TYPES)} (got {types!r})")
-    return tuple(name == "linear_attention" for name in types)
+        return tuple((layer + 1) % interval != 0 for layer in range(read_num_layers(fields)))
+    return tuple(
+        name == "linear_attention" for name in read_layer_types(fields, ("full_attention", "linear_attention"))
+    )
 
 
 FAMILIES = (ModelFamily("Qwen3-Next", "Qwen3NextForCausalLM", _qwen3_next),)

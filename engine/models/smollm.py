@@ -7,7 +7,7 @@ from dataclasses import replace
 from cluster.errors import CheckpointError
 from engine.json_fields import Fields
 from engine.models.config import NO_ROPE, ModelConfig
-from engine.models.family import ModelFamily, Windows, read_decoder, read_rope, windows_by_type
+from engine.models.family import ModelFamily, Windows, read_decoder, read_num_layers, read_rope, windows_by_type
 
 _THETA = 2_000_000.0
 _INTERVAL = 4
@@ -29,7 +29,7 @@ def _smollm3(fields: Fields) -> ModelConfig:
 
 def _has_rope(fields: Fields) -> tuple[bool, ...]:
     """For each layer: `no_rope_layers` has a 0 for those without, or each `no_rope_layer_interval`th is one."""
-    num_layers, named = fields.size("num_hidden_layers"), fields.get("no_rope_layers")
+    num_layers, named = read_num_layers(fields), fields.get("no_rope_layers")
     if named is None:
         interval = fields.size("no_rope_layer_interval", _INTERVAL)
         return tuple((layer + 1) % interval != 0 for layer in range(num_layers))

@@ -132,6 +132,19 @@ def test_a_head_dim_that_is_absent_follows_from_the_heads(tmp_path: Path) -> Non
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type 'longrope' is not supported"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters: factor must be a positive number (got None)"),
         ({"rope_parameters": [1]}, "rope_parameters must be an object (got [1])"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 10,000 (got 1000000000)"),
+        ({"vocab_size": 2**31}, "vocab_size must be at most 2,147,483,647 (got 2147483648)"),
+        ({"hidden_size": 10**400}, "hidden_size must be at most 2,147,483,647 (got a number of 401 digits)"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps must be at most 1e+30 (got a number of 401 digits)"),
+        ({"eos_token_id": 10**30}, "eos_token_id must be a token id or a list of them"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1, "factor": 2.0}},
+            "rope_theta must be more than 1 with yarn (got 1.0)",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4, "high_freq_factor": 4}},
+            "high_freq_factor must be more than low_freq_factor 4.0 (got 4.0)",
+        ),
     ],
 )
 def test_what_would_be_computed_wrongly_is_refused_by_name(llama: Path, changes: dict[str, Any], message: str) -> None:
@@ -140,12 +153,13 @@ def test_what_would_be_computed_wrongly_is_refused_by_name(llama: Path, changes:
     assert message in str(caught.value) and "config.json" in str(caught.value)
 
 
-def test_unknown_layer_types_are_refused(tmp_path: Path) -> None:
-    types = ["chunked_attention"] * 4
-    folder = _edit(make_checkpoint("qwen3", tmp_path), use_sliding_window=True, sliding_window=8, layer_types=types)
-
-    with pytest.raises(CheckpointError, match="layer_types must name 4 of"):
-        read_model(folder)
+def test_unknown_layer_types_and_windows_are_refused(tmp_path: Path) -> None:
+    folder = _edit(make_checkpoint("qwen3", tmp_path), use_sliding_window=True, sliding_window=8)
+    for types in (["chunked_attention"] * 4, [["full_attention"]] * 4, [None] * 4):
+        with pytest.raises(CheckpointError, match="layer_types must name 4 of"):
+            read_model(_edit(folder, layer_types=types))
+    with pytest.raises(CheckpointError, match="max_window_layers must be an integer from 0 on"):
+        read_model(_edit(folder, layer_types=None, max_window_layers="all"))
 
 
 def test_gemma_as_transformers_4_wrote_it_equals_gemma_as_transformers_5_writes_it(tmp_path: Path) -> None:
@@ -189,6 +203,16 @@ def test_a_gemma_that_would_be_computed_wrongly_is_refused(
     [
         ("phi3", {"rope_parameters": {"rope_type": "llama3"}}, "rope_type 'llama3' is not supported for Phi-3"),
         ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, "short_factor must be a list of positive numbers"),
+        (
+            "phi3",
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": []}},
+            "short_factor has 0 numbers; there are 4 pairs",
+        ),
+        (
+            "phi3",
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [float("inf")] * 4}},
+            "short_factor must be a list of positive numbers",
+        ),
         (
             "phi3",
             {"rope_parameters": {"rope_type": "su", "short_factor": [1.0]}},

@@ -78,6 +78,8 @@ def test_the_pool_of_latents_has_one_plane_of_one_head(folders: dict[str, Path])
         ("deepseek-v2", {"mlp_bias": True}, "mlp_bias true is not supported"),
         ("deepseek-v2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported"),
         ("deepseek-v2", {"kv_lora_rank": "wide"}, "kv_lora_rank must be a positive integer"),
+        ("deepseek-v2", {"kv_lora_rank": 33, "qk_rope_head_dim": 7}, "qk_rope_head_dim 7 is odd"),
+        ("deepseek-v2", {"kv_lora_rank": 33}, "kv_lora_rank 33 is odd"),
     ],
 )
 def test_what_would_be_computed_wrongly_is_refused_by_name(
