@@ -55,6 +55,7 @@ def timed_config(config: ModelConfig) -> ModelConfig:
         packing=None,
         layer_windows=(None,) * config.num_hidden_layers,
         delta_net=None,
+        latent=None,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 from engine.cpu_runtime import compute_with
 from engine.memory import Activations, available_bytes, plan_memory, resolve_dtype, resolve_kv_dtype
@@ -42,7 +41,7 @@ def _wire_of(resolved: Resolved) -> TimedWire | None:
     timed = settings.engine.timed_steps
     if timed.transfer_gb_per_s is None and not timed.transfer_latency_s:
         return None
-    model = read_model(Path(settings.model.path))
+    model = read_model(settings.model.path, settings.engine.model_impl)
     dtype = resolve_dtype(model, settings.model.dtype, resolved.device)
     kv_dtype = resolve_kv_dtype(settings.engine.kv_cache_dtype, dtype, resolved.device)
     bytes_per_s = None if timed.transfer_gb_per_s is None else timed.transfer_gb_per_s * 1e9

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from checkpoints import make_checkpoint
 from torch import Tensor
 
 from cluster.step_cost import StepCost, StepSize
@@ -66,6 +67,14 @@ def test_decoding_goes_on_from_what_lies_in_the_pool(runner: TimedRunner) -> Non
     pair = step_of(SequenceSlice((11,), 9, (5, 2, 7), True), SequenceSlice((12,), 9, (1, 0, 3), True))
     expected = [TokenHash([*PROMPT, 11]), TokenHash([*PROMPT[::-1], 12])]
     assert tokens_of(runner.run(pair).logits) == [state.next_token(1000) for state in expected]
+
+
+@pytest.mark.parametrize("kind", ["deepseek-v3", "qwen3-next", "gemma2"])
+def test_the_pool_is_what_the_timed_config_of_any_kind_of_kv_says(kind: str, tmp_path: Path) -> None:
+    config = timed_config(read_model(make_checkpoint(kind, tmp_path)))
+    made = TimedRunner(config, COST, BLOCK_SIZE)
+    made.make_pool(8)
+    assert made.kv.shape == (config.num_hidden_layers, config.num_kv_planes, 8, BLOCK_SIZE, 1, 1)
 
 
 def test_copied_blocks_are_the_same_prefix(runner: TimedRunner) -> None:
