@@ -89,7 +89,8 @@ def serve(
         serving = file.load()
         if not detach:
             _check_ports(serving)
-        run_program("worker.check_model", serving.model.path, serving.engine.model_impl)
+        needs = "config" if serving.engine.timed_steps.is_on else "weights"
+        run_program("worker.check_model", serving.model.path, serving.engine.model_impl, needs)
         _Session(replace(file, path=file.path.absolute()), serving, ray_address, detach).run()
 
 

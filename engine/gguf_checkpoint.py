@@ -17,37 +17,15 @@ import numpy.typing as npt
 import torch
 
 from cluster.errors import CheckpointError
-from cluster.gguf.config import ROPE_FACTORS, model_config
-from cluster.gguf.header import GgufHeader, StoredTensor, read_header
+from cluster.gguf.config import model_config
+from cluster.gguf.header import StoredTensor
 from cluster.model_folder import gguf_file
 from engine.checkpoint import Checkpoint, TensorSlice
+from engine.gguf_files import GgufFile
 from engine.weight_stream import WeightStream
 
 Bytes = npt.NDArray[np.uint8]
 
-_WHOLE = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_OF_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_OF_GEMMA = {
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
 _ELEMENTS_AT_ONCE = 1 << 22
 """That are decoded in one go, as float32."""
 
@@ -58,42 +36,15 @@ def open_checkpoint(path: Path, stream: WeightStream | None = None) -> Checkpoin
     return Checkpoint(path, stream) if file is None else GgufCheckpoint(file, stream)
 
 
-def name_in_folder(stored: str, *, is_gemma: bool = False) -> str:
-    """Returns the name that a tensor has in a Hugging Face checkpoint; its own where it has none there."""
-    name, _, ending = stored.rpartition(".")
-    if name in _WHOLE:
-        return f"{_WHOLE[name]}.{ending}"
-    block, _, rest = name.partition(".")
-    layer, _, part = rest.partition(".")
-    known = {**_OF_LAYER, **_OF_GEMMA} if is_gemma else _OF_LAYER
-    return f"model.layers.{layer}.{known[part]}.{ending}" if block == "blk" and part in known else stored
-
-
-class GgufCheckpoint(Checkpoint):
+class GgufCheckpoint(GgufFile, Checkpoint):
     """An open GGUF file. Slices are of the types that its tensors have; whatever is read becomes numbers."""
 
     def _open_files(self) -> None:
-        file = self._folder
-        self._header: GgufHeader = read_header(file)
-        config = model_config(self._header)
-        architecture = config["architectures"][0]
-        is_gemma = architecture.startswith("Gemma")
-        self._has_offset_norms = is_gemma
-        self._half_head = config["head_dim"] // 2 if architecture == "LlamaForCausalLM" else 0
+        super()._open_files()
+        head_dim = model_config(self._header)["head_dim"]
+        self._half_head = head_dim // 2 if self._architecture == "LlamaForCausalLM" else 0
         """Rows of half a head, where halves are interleaved."""
-        self._content: Bytes = np.memmap(file, dtype=np.uint8, mode="r")
-        self._tensors: dict[str, StoredTensor] = {}
-        for stored, tensor in self._header.tensors.items():
-            name = name_in_folder(stored, is_gemma=is_gemma)
-            if name in self._tensors:
-                raise CheckpointError(f"{file}: tensors {self._tensors[name].name} and {stored} are both {name}")
-            self._tensors[name] = tensor
-            self._file_of_tensor[name] = file.name
-        self._unread.update(self._tensors.keys() - {ROPE_FACTORS})
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        return (self._folder.name,)
+        self._content: Bytes = np.memmap(self._folder, dtype=np.uint8, mode="r")
 
     def close(self) -> None:
         super().close()
@@ -130,21 +81,11 @@ class GgufCheckpoint(Checkpoint):
         """The type of a tensor that is there."""
         return self._tensors[name].kind.name
 
-    def shape_of(self, name: str) -> tuple[int, ...]:
-        return self._tensors[name].shape
-
     def discard_zeros(self, ending: str) -> None:
-        """Nothing: who writes these files adds none."""
+        """Does nothing: who writes these files adds none."""
 
     def _take(self, part: TensorSlice) -> StoredTensor:
-        tensor = self._tensors.get(part.name)
-        if tensor is None:
-            raise CheckpointError(f"{self._folder}: tensor {part.name} is missing (expected shape {list(part.shape)})")
-        if tensor.shape != part.shape:
-            raise CheckpointError(
-                f"{self.describe(part.name)} ({tensor.name}) has shape {list(tensor.shape)}, but the file's metadata "
-                f"ask for {list(part.shape)}"
-            )
+        tensor = self.find(part.name, part.shape)
         self._unread.discard(part.name)
         self.bytes_read += math.prod(part.local_shape) * tensor.kind.size_bytes // tensor.kind.num_elements
         return tensor
@@ -179,7 +120,7 @@ class GgufCheckpoint(Checkpoint):
 
     def _as_stored(self, name: str, values: npt.NDArray[Any]) -> torch.Tensor:
         """As a Hugging Face checkpoint has them."""
-        is_offset = self._has_offset_norms and name.endswith("norm.weight")
+        is_offset = self._is_gemma and name.endswith("norm.weight")
         return torch.from_numpy(values - 1 if is_offset else np.array(values))
 
 

@@ -11,11 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from cluster.errors import ConfigError
-from cluster.model_folder import has_model_file
+from cluster.model_folder import gguf_file, has_model_file
 from engine.json_fields import Fields, read_json
 from engine.models.config import ModelConfig
 from engine.models.family import token_ids
-from engine.models.registry import FAMILIES, architecture_of, read_config
+from engine.models.registry import FAMILIES, architecture_of, read_config, refuse_foreign
 
 
 def read_model(path: str | Path, model_impl: str = "auto") -> ModelConfig:
@@ -27,6 +27,7 @@ def read_model(path: str | Path, model_impl: str = "auto") -> ModelConfig:
     folder = Path(path)
     fields = Fields(read_json(folder / "config.json"), "config.json")
     if is_foreign(fields, model_impl):
+        check_foreign(folder, architecture_of(fields))
         trial = importlib.import_module("engine.models.transformers_trial")
         config: ModelConfig = trial.read_foreign(folder, architecture_of(fields))
     else:
@@ -40,8 +41,8 @@ def read_model(path: str | Path, model_impl: str = "auto") -> ModelConfig:
 
 
 def is_foreign(fields: Fields, model_impl: str = "auto") -> bool:
-    """Whether transformers' own modelling code is to compute the model of config.json's fields: it is wanted, or no
-    family here is it, the folder brings no code of its own, and transformers is installed."""
+    """Returns whether transformers' own modelling code is to compute the model of config.json's fields: it is wanted,
+    or no family here is it, the folder brings no code of its own, and transformers is installed."""
     has_transformers = importlib.util.find_spec("transformers") is not None
     if model_impl == "transformers" and not has_transformers:
         raise ConfigError("engine.model_impl: transformers is not installed; pip install 'baton[transformers]'")
@@ -49,3 +50,14 @@ def is_foreign(fields: Fields, model_impl: str = "auto") -> bool:
         return model_impl == "transformers"
     architecture = architecture_of(fields)
     return has_transformers and architecture not in ("", *FAMILIES) and not fields.get("auto_map")
+
+
+def check_foreign(folder: Path, architecture: str) -> None:
+    """Raises CheckpointError for what transformers' code cannot be tried with; takes a second, and loads no torch."""
+    if gguf_file(folder) is not None:
+        raise refuse_foreign(
+            architecture, f"{folder} has no config.json; a GGUF file's models are Baton's own families"
+        )
+    transformers = importlib.import_module("transformers")
+    if architecture not in dir(transformers):
+        raise refuse_foreign(architecture, f"transformers {transformers.__version__} has no such model")

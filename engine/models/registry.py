@@ -24,11 +24,19 @@ from engine.models.family import ModelFamily
 
 FILES = (llama, mixtral, qwen, qwen_next, gemma, phi, granite, olmo, glm, smollm, gpt_oss, deepseek, glm4_moe)
 FAMILIES: dict[str, ModelFamily] = {family.architecture: family for file in FILES for family in file.FAMILIES}
-"""By the first of config.json's `architectures`."""
+"""The families by the first of config.json's `architectures`."""
+
+
+def refuse_foreign(architecture: str, why: str) -> CheckpointError:
+    """Returns the error for a model that only transformers' code could compute, and that Baton does not serve so."""
+    return CheckpointError(
+        f"config.json: architecture {architecture!r} is not served by transformers' code: {why}; "
+        f"by its own Baton serves {', '.join(FAMILIES)}"
+    )
 
 
 def architecture_of(fields: Fields) -> str:
-    """The first of config.json's `architectures`; empty if it names none."""
+    """Returns the first of config.json's `architectures`; empty if it names none."""
     names = fields.get("architectures") or []
     return str(names[0]) if isinstance(names, list) and names else ""
 

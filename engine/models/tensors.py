@@ -1,8 +1,8 @@
 """The tensors that a checkpoint must have by its `ModelConfig`: their names and whole shapes. Loads no torch.
 
-They are those that the classes in `engine.models.decoder` read; a test holds the two equal. Left to these alone: what
-transformers' own code computes, latent attention, layers with a recurrent state, experts stacked in one tensor, and the
-linear layers of a quantized checkpoint.
+They are those that the classes in `engine.models.decoder` read; a test holds the two equal. Left to these alone are
+what transformers' own code computes, and the linear layers of a checkpoint that has them in codes, except MXFP4 and
+GGUF.
 """
 
 from __future__ import annotations
@@ -10,56 +10,103 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from cluster.model_folder import gguf_file
+from engine.gguf_files import open_tensor_files
 from engine.json_fields import Fields, read_json
-from engine.models.config import ModelConfig
+from engine.models.config import LatentConfig, ModelConfig
+from engine.models.delta_net import DeltaNetConfig
 from engine.models.experts import ExpertNames, ExpertsConfig
-from engine.models.folder import is_foreign, read_model
-from engine.models.registry import read_config
-from engine.tensor_files import TensorFiles
+from engine.models.folder import check_foreign, is_foreign, read_model
+from engine.models.registry import architecture_of, read_config
 
 Tensor = tuple[str, tuple[int, ...]]
 """A name and a shape."""
+_AS_PLAIN = (None, "gguf", "mxfp4")
+"""Values of `quant_method` with which tensors have the names and shapes of plain ones, but for experts in MXFP4."""
+_MXFP4_GROUP = 32
+"""As in `engine.quantization.integers`, which loads torch."""
 
 
-def check_folder(folder: Path, model_impl: str = "auto") -> None:
+def check_folder(folder: Path, model_impl: str = "auto", *, needs_weights: bool = True) -> None:
     """Raises CheckpointError for a configuration that is not served, naming the key and what is supported, and for a
-    declared tensor that is missing, in two files or of another shape, naming the file and the tensor. Reads no weights;
-    of a GGUF file, only what it says of the configuration."""
+    declared tensor that is missing, in two files or of another shape, naming the file and the tensor. Reads no
+    weights."""
     fields = Fields(read_json(folder / "config.json"), "config.json")
-    is_other = is_foreign(fields, model_impl)
-    if gguf_file(folder) is not None:
-        read_config(fields)
+    config, method = None, fields.within("quantization_config").get("quant_method")
+    if is_foreign(fields, model_impl):
+        check_foreign(folder, architecture_of(fields))
+    elif method in _AS_PLAIN:
+        config = read_config(fields)
+    else:  # what reads such weights checks what config.json says of them, and loads torch
+        config = read_model(folder, "native")
+    if not needs_weights:
         return
-    config = None if is_other else read_model(folder, "native")
-    with TensorFiles(folder) as files:
-        for name, shape in declared_tensors(config) if config is not None else ():
+    with open_tensor_files(folder) as files:
+        for name, shape in declared_tensors(config, method) if config is not None else ():
             files.find(name, shape)
 
 
-def declared_tensors(config: ModelConfig) -> Iterator[Tensor]:
-    """Yields each tensor of the model that is declared here, with its shape in the checkpoint."""
-    hidden, is_plain = config.hidden_size, config.packing is None
+def declared_tensors(config: ModelConfig, quant_method: str | None = None) -> Iterator[Tensor]:
+    """Yields each tensor of the model that is declared here, with its shape in the checkpoint. `quant_method`:
+    config.json's."""
+    hidden, is_plain = config.hidden_size, quant_method in _AS_PLAIN
     yield "model.embed_tokens.weight", (config.vocab_size, hidden)
     yield "model.norm.weight", (hidden,)
     if is_plain and not config.tie_word_embeddings:
         yield "lm_head.weight", (config.vocab_size, hidden)
     for layer in range(config.num_hidden_layers):
-        yield from ((f"model.layers.{layer}.{name}", shape) for name, shape in _layer(config, layer, is_plain))
+        for name, shape in _layer(config, layer, is_plain, quant_method == "mxfp4"):
+            yield f"model.layers.{layer}.{name}", shape
 
 
-def _layer(config: ModelConfig, layer: int, is_plain: bool) -> Iterator[Tensor]:
+def _layer(config: ModelConfig, layer: int, is_plain: bool, has_mxfp4: bool) -> Iterator[Tensor]:
     yield from ((f"{name}.weight", (config.hidden_size,)) for name in config.norms.names)
-    if config.latent is None and layer not in config.state_layers:
+    if config.delta_net is not None and config.delta_net.layers[layer]:
+        yield from _state_vectors(config.delta_net)
+        yield from _state_projections(config.delta_net, config.hidden_size) if is_plain else ()
+    elif config.latent is not None:
+        yield from _latent_vectors(config.latent)
+        yield from _latent_projections(config, config.latent) if is_plain else ()
+    else:
         yield from _attention_vectors(config)
-        if is_plain:
-            yield from _attention(config)
+        yield from _attention(config) if is_plain else ()
     if not is_plain:
         return
     if config.experts is not None and config.experts.layers[layer]:
-        yield from _experts(config.experts, config.hidden_size)
+        yield from _experts(config.experts, config.hidden_size, has_mxfp4)
     else:
         yield from _mlp(config)
+
+
+def _state_vectors(net: DeltaNetConfig) -> Iterator[Tensor]:
+    yield "linear_attn.conv1d.weight", (net.num_key_heads * net.head_channels, 1, net.conv_kernel)
+    yield "linear_attn.A_log", (net.num_value_heads,)
+    yield "linear_attn.dt_bias", (net.num_value_heads,)
+    yield "linear_attn.norm.weight", (net.value_head_dim,)
+
+
+def _state_projections(net: DeltaNetConfig, hidden: int) -> Iterator[Tensor]:
+    values, gates = net.num_value_heads * net.value_head_dim, 2 * net.num_value_heads
+    yield "linear_attn.in_proj_qkvz.weight", (net.num_key_heads * net.head_channels + values, hidden)
+    yield "linear_attn.in_proj_ba.weight", (gates, hidden)
+    yield "linear_attn.out_proj.weight", (hidden, values)
+
+
+def _latent_vectors(latent: LatentConfig) -> Iterator[Tensor]:
+    yield "self_attn.kv_a_layernorm.weight", (latent.kv_lora_rank,)
+    if latent.q_lora_rank is not None:
+        yield "self_attn.q_a_layernorm.weight", (latent.q_lora_rank,)
+
+
+def _latent_projections(config: ModelConfig, latent: LatentConfig) -> Iterator[Tensor]:
+    heads, hidden, rank = config.num_attention_heads, config.hidden_size, latent.q_lora_rank
+    queries, made = heads * latent.qk_head_dim, heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+    names = ("q_proj" if rank is None else "q_a_proj", "kv_a_proj_with_mqa")
+    yield from _fused("self_attn", names, (rank or queries, latent.width), hidden, config.attention_bias)
+    if rank is not None:
+        yield "self_attn.q_b_proj.weight", (queries, rank)
+    yield "self_attn.kv_b_proj.weight", (made, latent.kv_lora_rank)
+    inner = heads * latent.v_head_dim
+    yield from _fused("self_attn", ("o_proj",), (hidden,), inner, config.attention_output_bias)
 
 
 def _attention_vectors(config: ModelConfig) -> Iterator[Tensor]:
@@ -95,20 +142,36 @@ def _fused(
             yield f"{block}.{name}.bias", (num_outputs,)
 
 
-def _experts(experts: ExpertsConfig, hidden: int) -> Iterator[Tensor]:
+def _experts(experts: ExpertsConfig, hidden: int, has_mxfp4: bool) -> Iterator[Tensor]:
     block, count = experts.names.block, experts.num_experts
     yield f"{block}.{experts.names.router}.weight", (count, hidden)
     if experts.has_biases:
         yield f"{block}.{experts.names.router}.bias", (count,)
     if experts.routing is not None and experts.routing.has_bias:
         yield f"{block}.gate.e_score_correction_bias", (count,)
-    if not experts.is_interleaved:
+    if experts.is_interleaved:
+        yield from _stacked_experts(f"{block}.experts", experts, hidden, has_mxfp4)
+    else:
         for number in range(count):
             yield from _expert(f"{block}.experts.{number}", experts.names, experts.intermediate_size, hidden)
     if shared := experts.shared_intermediate_size:
         yield from _expert(f"{block}.{experts.names.shared}", ExpertNames(), shared, hidden)
         if experts.has_shared_gate:
             yield f"{block}.shared_expert_gate.weight", (1, hidden)
+
+
+def _stacked_experts(block: str, experts: ExpertsConfig, hidden: int, has_mxfp4: bool) -> Iterator[Tensor]:
+    """All experts of a layer in one tensor of each kind: inputs before outputs, or in MXFP4 outputs before inputs."""
+    count, inner = experts.num_experts, experts.intermediate_size
+    for name, num_outputs, num_inputs in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
+        if has_mxfp4:
+            groups = num_inputs // _MXFP4_GROUP
+            yield f"{block}.{name}_blocks", (count, num_outputs, groups, _MXFP4_GROUP // 2)
+            yield f"{block}.{name}_scales", (count, num_outputs, groups)
+        else:
+            yield f"{block}.{name}", (count, num_inputs, num_outputs)
+        if experts.has_biases:
+            yield f"{block}.{name}_bias", (count, num_outputs)
 
 
 def _expert(block: str, names: ExpertNames, inner: int, hidden: int) -> Iterator[Tensor]:

@@ -16,7 +16,7 @@ from engine.kv.pool import KvCache
 from engine.models.config import ModelConfig
 from engine.models.decoder import StepContext
 from engine.models.loading import Model
-from engine.models.transformers_trial import refuse
+from engine.models.registry import refuse_foreign
 from engine.step_input import SequenceSlice, StepInput, build_step
 
 _NUM_TOKENS, _FIRST_PART = 12, 5
@@ -61,7 +61,7 @@ def check_steps(
     beside = run((2, ids[1][:3], 0), (1, ids[0][_FIRST_PART:], _FIRST_PART))[3:]
     errors = (whole - beside).float().norm(dim=-1) / whole.float().norm(dim=-1)
     if not bool((errors < _TOLERANCE).float().mean() >= 0.5):
-        raise refuse(
+        raise refuse_foreign(
             config.architecture,
             "it computes other numbers for a prompt that comes in parts: something beside attention looks at the "
             "tokens before, or at their places in a step",

@@ -24,7 +24,7 @@ from cluster.errors import CheckpointError
 from engine.models.config import DTYPES, ModelConfig, RopeConfig
 from engine.models.experts import ExpertsConfig
 from engine.models.family import token_ids
-from engine.models.registry import FAMILIES
+from engine.models.registry import refuse_foreign
 from engine.models.transformers_attention import TRIAL_NAME, LayerCall, attending
 from engine.models.transformers_plan import ShardingPlan, Split
 from engine.models.transformers_sizes import ForeignMatrix, ForeignModel
@@ -36,18 +36,8 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _STATES = ("layer_types", "layers_block_type", "hybrid_layer_pattern")
 
 
-def refuse(architecture: str, why: str) -> CheckpointError:
-    """The error for a model that transformers has and Baton does not serve."""
-    return CheckpointError(
-        f"config.json: architecture {architecture!r} is not served by transformers' code: {why}; "
-        f"by its own Baton serves {', '.join(FAMILIES)}"
-    )
-
-
 def read_foreign(folder: Path, architecture: str) -> ModelConfig:
     """Tries the model of a folder. Raises CheckpointError, which names the architecture and the reason."""
-    if not (folder / "config.json").exists():
-        raise refuse(architecture, f"{folder} has no config.json; a GGUF file's models are Baton's own families")
     with _building:
         return _read(folder, architecture, (folder / "config.json").read_bytes())
 
@@ -62,9 +52,11 @@ def _read(folder: Path, architecture: str, content: bytes) -> ModelConfig:
         with torch.device("meta"):
             model = build(config, TRIAL_NAME, torch.bfloat16)
     except Exception as error:  # foreign code, which may fail in any way
-        raise refuse(architecture, f"it cannot be built: {_told(error)}") from None
+        raise refuse_foreign(architecture, f"it cannot be built: {_told(error)}") from None
     if type(model).__name__ != architecture:
-        raise refuse(architecture, f"of model_type {config.model_type!r} transformers makes a {type(model).__name__}")
+        raise refuse_foreign(
+            architecture, f"of model_type {config.model_type!r} transformers makes a {type(model).__name__}"
+        )
     trial = _Trial(architecture)
     try:
         with torch.inference_mode(), attending(trial):
@@ -74,7 +66,7 @@ def _read(folder: Path, architecture: str, content: bytes) -> ModelConfig:
     except CheckpointError:
         raise
     except Exception as error:  # likewise: it keeps a state, computes with masks, or looks at numbers to decide
-        raise refuse(architecture, f"it cannot be tried without weights: {_told(error)}") from None
+        raise refuse_foreign(architecture, f"it cannot be tried without weights: {_told(error)}") from None
     return _describe(config, architecture, model, trial)
 
 
@@ -82,9 +74,9 @@ def _check_class(architecture: str) -> None:
     """Refuses what the class says of itself."""
     found = getattr(transformers, architecture, None)
     if not isinstance(found, type) or not issubclass(found, PreTrainedModel):
-        raise refuse(architecture, f"transformers {transformers.__version__} has no such model")
+        raise refuse_foreign(architecture, "transformers has something else of that name")
     if not found._supports_attention_backend:
-        raise refuse(architecture, "it does not take attention from outside (_supports_attention_backend)")
+        raise refuse_foreign(architecture, "it does not take attention from outside (_supports_attention_backend)")
 
 
 def read_config(folder: Path, architecture: str) -> Any:
@@ -94,7 +86,9 @@ def read_config(folder: Path, architecture: str) -> Any:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # foreign code, which may fail in any way
         version = transformers.__version__
-        raise refuse(architecture, f"transformers {version} does not read its config.json: {_told(error)}") from None
+        raise refuse_foreign(
+            architecture, f"transformers {version} does not read its config.json: {_told(error)}"
+        ) from None
 
 
 def build(config: Any, attention: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -117,20 +111,22 @@ def _without_memory(module: torch.nn.Module, name: str, parameter: torch.nn.Para
 def _check_config(config: Any, architecture: str) -> None:
     """Refuses what a trial would not show."""
     if config.get_text_config() is not config or hasattr(config, "vision_config") or hasattr(config, "audio_config"):
-        raise refuse(architecture, "it takes more than text")
+        raise refuse_foreign(architecture, "it takes more than text")
     if config.is_encoder_decoder:
-        raise refuse(architecture, "it has an encoder")
+        raise refuse_foreign(architecture, "it has an encoder")
     for name in _STATES:
         kinds = getattr(config, name, None)
         unknown = set(map(str, kinds)) - _LAYER_TYPES if isinstance(kinds, list) else set()
         if unknown:
-            raise refuse(architecture, f"its {name} has {', '.join(sorted(unknown))}")
+            raise refuse_foreign(architecture, f"its {name} has {', '.join(sorted(unknown))}")
     if getattr(config, "num_kv_shared_layers", None):
-        raise refuse(architecture, "some of its layers use other layers' keys and values (num_kv_shared_layers)")
+        raise refuse_foreign(
+            architecture, "some of its layers use other layers' keys and values (num_kv_shared_layers)"
+        )
     rope = getattr(config, "rope_parameters", None) or {}
     ropes = [rope, *(value for value in rope.values() if isinstance(value, dict))]
     if any(one.get("rope_type") == "longrope" for one in ropes):
-        raise refuse(architecture, "the turns of its rope_type 'longrope' depend on the length of the prompt")
+        raise refuse_foreign(architecture, "the turns of its rope_type 'longrope' depend on the length of the prompt")
 
 
 class _Trial:
@@ -145,23 +141,25 @@ class _Trial:
     def make_mask(self, visible: Callable[..., torch.Tensor], window: int | None, device: torch.device) -> torch.Tensor:
         """A tensor without dimensions, with which nothing can be computed unnoticed."""
         if not _shows_only(visible, window):
-            raise refuse(self._architecture, "a mask of it is neither causal nor a window")
+            raise refuse_foreign(self._architecture, "a mask of it is neither causal nor a window")
         mask = torch.empty((), device=device)
         self._masks[id(mask)] = mask, window
         return mask
 
     def attend(self, call: LayerCall) -> torch.Tensor:
         if id(call.mask) not in self._masks:
-            raise refuse(self._architecture, "a layer's mask is not one of those that transformers made for it")
+            raise refuse_foreign(self._architecture, "a layer's mask is not one of those that transformers made for it")
         for name, value in call.options.items():
             if name not in ("softcap", "s_aux") and value is not False:
-                raise refuse(self._architecture, f"its attention takes {name}")
+                raise refuse_foreign(self._architecture, f"its attention takes {name}")
         _, num_heads, num_tokens, head_dim = call.query.shape
         if call.key.shape != call.value.shape or call.key.shape[-1] != head_dim:
             sizes = f"{head_dim} of queries, {call.key.shape[-1]} of keys and {call.value.shape[-1]} of values"
-            raise refuse(self._architecture, f"the sizes of its heads differ: {sizes}")
+            raise refuse_foreign(self._architecture, f"the sizes of its heads differ: {sizes}")
         if num_tokens != _NUM_TOKENS or call.key.shape[2] != _NUM_TOKENS or num_heads % call.key.shape[1]:
-            raise refuse(self._architecture, f"a layer attends with {list(call.query.shape)} to {list(call.key.shape)}")
+            raise refuse_foreign(
+                self._architecture, f"a layer attends with {list(call.query.shape)} to {list(call.key.shape)}"
+            )
         self.calls.append(call)
         self.windows.append(self._masks[id(call.mask)][1])
         return call.query.new_empty((1, num_tokens, num_heads, head_dim))
@@ -185,12 +183,12 @@ def _describe(config: Any, architecture: str, model: PreTrainedModel, trial: _Tr
     _, num_heads, _, head_dim = first.query.shape
     longest, dtype = getattr(config, "max_position_embeddings", None), str(config.dtype or "float32")
     if type(longest) is not int or longest < 1:
-        raise refuse(architecture, "its config.json has no max_position_embeddings")
+        raise refuse_foreign(architecture, "its config.json has no max_position_embeddings")
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if not isinstance(embedding, torch.nn.Embedding) or not isinstance(head, torch.nn.Linear):
-        raise refuse(architecture, "its embedding or its head is not a table")
+        raise refuse_foreign(architecture, "its embedding or its head is not a table")
     if embedding.weight.shape != head.weight.shape:
-        raise refuse(architecture, "its embedding and its head differ in shape")
+        raise refuse_foreign(architecture, "its embedding and its head differ in shape")
     if dtype.removeprefix("torch.") not in DTYPES:
         raise CheckpointError(f"config.json: dtype {dtype!r} is not supported; Baton serves {', '.join(DTYPES)}")
     return ModelConfig(
@@ -219,14 +217,14 @@ def _describe(config: Any, architecture: str, model: PreTrainedModel, trial: _Tr
 def _only_kind(architecture: str, calls: list[LayerCall], num_layers: int) -> LayerCall:
     """The first of the calls, of which all others are like it."""
     if len(calls) != num_layers:
-        raise refuse(architecture, f"{num_layers} layers call for attention {len(calls)} times")
+        raise refuse_foreign(architecture, f"{num_layers} layers call for attention {len(calls)} times")
     for call in calls:
         if (call.query.shape, call.key.shape) != (calls[0].query.shape, calls[0].key.shape):
-            raise refuse(architecture, "the heads of its layers differ in number or size")
+            raise refuse_foreign(architecture, "the heads of its layers differ in number or size")
         if call.options.get("softcap") != calls[0].options.get("softcap"):
-            raise refuse(architecture, "the soft caps of its layers differ")
+            raise refuse_foreign(architecture, "the soft caps of its layers differ")
         if ("s_aux" in call.options) != ("s_aux" in calls[0].options):
-            raise refuse(architecture, "some of its layers have attention sinks, and some have none")
+            raise refuse_foreign(architecture, "some of its layers have attention sinks, and some have none")
     return calls[0]
 
 
@@ -235,7 +233,7 @@ def layers_of(model: PreTrainedModel, num_layers: int, architecture: str) -> tup
     for name, module in model.base_model.named_modules():
         if isinstance(module, torch.nn.ModuleList) and len(module) == num_layers:
             return name, module
-    raise refuse(architecture, f"no list in it has its {num_layers} layers")
+    raise refuse_foreign(architecture, f"no list in it has its {num_layers} layers")
 
 
 def _experts(config: Any, model: PreTrainedModel, num_layers: int) -> ExpertsConfig | None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from cluster.errors import CheckpointError
-from engine.gguf_checkpoint import name_in_folder
+from engine.gguf_files import name_in_folder
 from engine.json_fields import Fields
 from engine.quantization.blocks import Blocks
 from engine.quantization.microscaled import Microscaling

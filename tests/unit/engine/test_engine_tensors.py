@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from gguf_files import write_gguf
+from mxfp4_checkpoints import make_mxfp4
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from cli.main import app
 from cluster.errors import CheckpointError
+from engine.gguf_files import open_tensor_files
 from engine.models.folder import read_model
 from engine.models.tensors import check_folder, declared_tensors
 
@@ -36,12 +42,92 @@ def _refusal(folder: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2-moe", "qwen3", "gemma2", "phi3", "olmo2", "glm4"])
+def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
+
+
+_KINDS = [
+    *("llama", "qwen2-moe", "qwen3", "gemma2", "phi3", "olmo2", "glm4", "deepseek-v2", "deepseek-v3"),
+    *("glm4-moe", "qwen3-next", "gpt-oss"),
+]
+
+
+@pytest.mark.parametrize("kind", _KINDS)
 def test_what_is_declared_is_what_a_checkpoint_of_the_family_has(kind: str, tmp_path: Path) -> None:
     folder = make_checkpoint(kind, tmp_path)
-    found = {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
-    assert dict(declared_tensors(read_model(folder))) == found
+    assert dict(declared_tensors(read_model(folder))) == _shapes(folder)
     check_folder(folder)
+
+
+def test_of_biased_latents_what_is_declared_is_what_a_checkpoint_has(tmp_path: Path) -> None:
+    folder = make_checkpoint("deepseek-v3", tmp_path, attention_bias=True)
+    assert dict(declared_tensors(read_model(folder))) == _shapes(folder)
+
+
+def test_of_mxfp4_what_is_declared_is_what_a_checkpoint_has(tmp_path: Path) -> None:
+    folder, _ = make_mxfp4(tmp_path / "mxfp4", plain=tmp_path / "plain")
+    assert dict(declared_tensors(read_model(folder), "mxfp4")) == _shapes(folder)
+    check_folder(folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors.pop("model.layers.2.mlp.experts.down_proj_scales")
+    save_file(tensors, folder / "model.safetensors")
+    assert "tensor model.layers.2.mlp.experts.down_proj_scales is missing" in _refusal(folder)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma3"])
+def test_of_gguf_what_is_declared_is_what_a_file_has(kind: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(kind, tmp_path / "model")
+    file = write_gguf(folder, tmp_path / "model.gguf")
+    with open_tensor_files(file) as files:
+        found = {name: files.shape_of(name) for name in files.names}
+    assert dict(declared_tensors(read_model(file), "gguf")) == found == _shapes(folder)
+    check_folder(file)
+
+
+def test_a_gguf_file_without_a_tensor_is_refused(folder: Path, tmp_path: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors.pop(K_PROJ)
+    save_file(tensors, folder / "model.safetensors")
+    file = write_gguf(folder, tmp_path / "model.gguf")
+    assert f"{file}: tensor {K_PROJ} is missing" in _refusal(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("model.layers.0.self_attn.kv_b_proj.weight", "deepseek-v2"),
+        ("model.layers.0.linear_attn.conv1d.weight", "qwen3-next"),
+        ("model.layers.0.mlp.experts.gate_up_proj", "gpt-oss"),
+    ],
+)
+def test_a_missing_tensor_of_any_kind_of_layer_is_refused(name: str, kind: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(kind, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors.pop(name)
+    save_file(tensors, folder / "model.safetensors")
+    assert f"tensor {name} is missing" in _refusal(folder)
+
+
+def test_all_this_takes_no_torch(folder: Path, tmp_path: Path) -> None:
+    mxfp4, _ = make_mxfp4(tmp_path / "mxfp4", plain=tmp_path / "plain")
+    file = write_gguf(folder, tmp_path / "model.gguf")
+    odd = shutil.copytree(folder, tmp_path / "odd")
+    _edit(odd, architectures=["OddForCausalLM"])
+    code = (
+        "import sys; from pathlib import Path; from worker.check_model import main; "
+        "print([main(path, 'auto') for path in sys.argv[1:]], 'torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, *map(str, (folder, mxfp4, file, odd))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.strip() == "[0, 0, 0, 3] False", done.stderr
+    assert "architecture 'OddForCausalLM' is not served by transformers' code" in done.stderr
+    assert "has no such model; by its own Baton serves Llama" in done.stderr
+
+
+def test_a_folder_without_weights_is_enough_for_timed_steps(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    assert "holds no *.safetensors" in _refusal(folder)
+    check_folder(folder, "native", needs_weights=False)
 
 
 @pytest.mark.parametrize(
@@ -79,3 +165,14 @@ def test_serve_refuses_such_a_folder_before_it_starts_ray(folder: Path, monkeypa
     done = CliRunner().invoke(app, ["serve", "--port", "0", "--model", str(folder)])
     assert done.exit_code == 3
     assert "rope_type 'odd' is not supported; Baton computes default" in done.output
+
+
+def test_serve_takes_a_folder_without_weights_for_timed_steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(**_: object) -> None:
+        raise KeyboardInterrupt("Ray was started")
+
+    monkeypatch.setattr("controller.local_ray.started", started)
+    (folder / "model.safetensors").unlink()
+    config = Path(__file__).parents[3] / "deploy" / "timed" / "cluster.yaml"
+    done = CliRunner().invoke(app, ["serve", "--config", str(config), "--port", "0", "--model", str(folder)])
+    assert "holds no *.safetensors" not in done.output and done.exit_code != 3, done.output

@@ -111,7 +111,7 @@ def test_a_model_that_is_not_served_is_refused_by_name_and_reason(model_type: st
     ("content", "reason"),
     [
         ({"architectures": ["NobodyForCausalLM"], "model_type": "llama"}, "has no such model"),
-        ({"architectures": ["GPT2Config"], "model_type": "gpt2"}, "has no such model"),
+        ({"architectures": ["GPT2Config"], "model_type": "gpt2"}, "transformers has something else of that name"),
         ({"architectures": ["CohereForCausalLM"], "model_type": "nobody"}, "does not read its config.json"),
         ({"architectures": ["CohereForCausalLM"], "model_type": "gpt2"}, "transformers makes a GPT2LMHeadModel"),
         ({"architectures": ["CohereForCausalLM"], "model_type": "cohere", "hidden_size": -3}, "CohereForCausalLM"),
