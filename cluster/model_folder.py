@@ -2,14 +2,16 @@
 stead.
 
 `model.path` may be a folder with config.json, a .gguf file, or a folder with one such file and no config.json. Whoever
-reads a file of the model reads it here, by the path that it has in such a folder. Knows no weights.
+reads a file of the model reads it here, by the path that it has in such a folder. Owns also what readers of config.json
+on both sides must agree on without torch. Knows no weights.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from cluster.errors import CheckpointError
 from cluster.gguf.config import model_config
@@ -17,6 +19,10 @@ from cluster.gguf.header import GgufHeader, read_header
 from cluster.gguf.tokenizer import tokenizer_config, tokenizer_definition
 
 GGUF_SUFFIX = ".gguf"
+CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
+"""What config.json calls the longest context: the first is the usual name, the second GPT-2's."""
+LONGROPE_CONTEXT = 4096
+"""The original context with longrope, where config.json names none."""
 _FROM_GGUF: dict[str, Callable[[GgufHeader], bytes]] = {
     "config.json": lambda header: _json(model_config(header)),
     "tokenizer.json": tokenizer_definition,
@@ -58,6 +64,20 @@ def weight_files(path: Path) -> list[Path]:
     """Returns the files of a model's weights, in the order of their names."""
     file = gguf_file(path)
     return sorted(path.glob("*.safetensors")) if file is None else [file]
+
+
+def longest_context(config: Mapping[str, Any]) -> object:
+    """Returns the tokens up to which a model is served, as config.json has the number; None where it has none.
+
+    With longrope they are those of the original context: beyond it a whole sequence would be computed by other factors.
+    """
+    longest = next((config[name] for name in CONTEXT_NAMES if config.get(name) is not None), None)
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(rope, dict) or rope.get("short_factor") is None:
+        return longest
+    named = [fields.get("original_max_position_embeddings") for fields in (config, rope)]
+    original = next((length for length in named if length is not None), LONGROPE_CONTEXT)
+    return min(longest, original) if isinstance(longest, int) and isinstance(original, int) else longest
 
 
 def model_name(path: Path) -> str:

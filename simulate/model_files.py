@@ -8,6 +8,7 @@ from typing import Any
 from cluster.config.choices import QuantizationName
 from cluster.config.source import nearest
 from cluster.errors import CheckpointError, ConfigError
+from cluster.model_folder import CONTEXT_NAMES
 from engine.json_fields import Fields, read_json
 from engine.models.config import ModelConfig
 from engine.models.registry import FAMILIES, read_config
@@ -23,7 +24,7 @@ _ALIASES = {
     "num_attention_heads": ("n_head", "n_heads"),
     "num_key_value_heads": ("num_kv_heads", "n_head_kv"),
     "intermediate_size": ("ffn_dim", "n_inner", "ffn_hidden_size"),
-    "max_position_embeddings": ("n_positions", "max_seq_len", "seq_length", "max_sequence_length"),
+    CONTEXT_NAMES[0]: CONTEXT_NAMES[1:],
     "n_routed_experts": ("num_experts", "num_local_experts"),
     "num_experts_per_tok": ("experts_per_token", "moe_topk"),
 }
@@ -71,7 +72,7 @@ def read_shape(values: dict[str, Any], where: str, name: str) -> ModelShape:
         num_key_value_heads=1 if fields.flag("multi_query") else fields.size("num_key_value_heads", heads),
         head_dim=served.head_dim if served else fields.size("head_dim", max(1, hidden // heads)),
         vocab_size=fields.size("vocab_size"),
-        max_position_embeddings=fields.size("max_position_embeddings"),
+        max_position_embeddings=served.max_position_embeddings if served else fields.size("max_position_embeddings"),
         tie_word_embeddings=served.tie_word_embeddings if served else fields.flag("tie_word_embeddings"),
         is_served=architecture in FAMILIES,
         is_gated=is_gated,

@@ -35,6 +35,11 @@ def read_model(path: str | Path, model_impl: str = "auto") -> ModelConfig:
     if fields.get("quantization_config") is not None:  # what reads such weights needs torch
         stored = importlib.import_module("engine.quantization.stored")
         config = replace(config, packing=stored.read_stored(fields))
+    return with_ends(config, folder)
+
+
+def with_ends(config: ModelConfig, folder: Path) -> ModelConfig:
+    """Returns the model with the end tokens that generation_config.json names, if it does. Raises CheckpointError."""
     generation = folder / "generation_config.json"
     eos = read_json(generation).get("eos_token_id") if has_model_file(generation) else None
     return config if eos is None else replace(config, eos_token_ids=token_ids(eos, generation.name))

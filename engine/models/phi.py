@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cluster.errors import CheckpointError
+from cluster.model_folder import LONGROPE_CONTEXT
 from engine.json_fields import Fields
 from engine.models.config import ModelConfig, RopeConfig, TensorNames
 from engine.models.family import ModelFamily, one_window, read_decoder, read_partial
@@ -16,7 +17,6 @@ from engine.models.family import ModelFamily, one_window, read_decoder, read_par
 _TENSORS = TensorNames(qkv=("qkv_proj",), gate_up=("gate_up_proj",))
 _LONGROPE = ("longrope", "su", "yarn")
 """Names of longrope, the last two of which older files have."""
-_ORIGINAL = 4096
 _MOST = 1e30
 """Of a factor: it stays a number in float32."""
 
@@ -48,7 +48,7 @@ def _rope(fields: Fields) -> RopeConfig:
     if rope_type == "default":
         return RopeConfig(rope_theta=theta, partial_rotary_factor=partial)
     source = fields if fields.get("original_max_position_embeddings") is not None else values
-    original = source.size("original_max_position_embeddings", _ORIGINAL)
+    original = source.size("original_max_position_embeddings", LONGROPE_CONTEXT)
     return RopeConfig(
         rope_type="longrope",
         rope_theta=theta,

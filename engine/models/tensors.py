@@ -15,7 +15,7 @@ from engine.json_fields import Fields, read_json
 from engine.models.config import LatentConfig, ModelConfig
 from engine.models.delta_net import DeltaNetConfig
 from engine.models.experts import ExpertNames, ExpertsConfig
-from engine.models.folder import check_foreign, is_foreign, read_model
+from engine.models.folder import check_foreign, is_foreign, read_model, with_ends
 from engine.models.registry import architecture_of, read_config
 
 Tensor = tuple[str, tuple[int, ...]]
@@ -35,7 +35,7 @@ def check_folder(folder: Path, model_impl: str = "auto", *, needs_weights: bool 
     if is_foreign(fields, model_impl):
         check_foreign(folder, architecture_of(fields))
     elif method in _AS_PLAIN:
-        config = read_config(fields)
+        config = with_ends(read_config(fields), folder)
     else:  # what reads such weights checks what config.json says of them, and loads torch
         config = read_model(folder, "native")
     if not needs_weights:

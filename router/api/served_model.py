@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.errors import CheckpointError, ConfigError, FieldViolation, NotFound
-from cluster.model_folder import has_model_file, model_name, read_model_file
+from cluster.model_folder import CONTEXT_NAMES, has_model_file, longest_context, model_name, read_model_file
 from cluster.pb import generation_pb2 as pb
 from router.api.sampling import default_sampling, model_defaults
 from router.api.violations import shortened
@@ -40,13 +40,13 @@ class ServedModel:
         """Raises CheckpointError for a folder that cannot be read, ConfigError for a length it does not allow."""
         config = read_json(folder / "config.json")
         generation = read_json(folder / "generation_config.json", required=False)
-        longest = _positive_int(config, "max_position_embeddings")
+        longest = _positive_int(CONTEXT_NAMES[0], longest_context(config))
         if max_model_len is not None and not 2 <= max_model_len <= longest:
             raise ConfigError(f"max_model_len must be between 2 and the model's {longest} (got {max_model_len})")
-        eos = generation.get("eos_token_id", config.get("eos_token_id"))
+        eos = config.get("eos_token_id") if generation.get("eos_token_id") is None else generation["eos_token_id"]
         return cls(
             name=name or model_name(folder),
-            vocab_size=_positive_int(config, "vocab_size"),
+            vocab_size=_positive_int("vocab_size", config.get("vocab_size")),
             max_model_len=max_model_len or longest,
             max_sequences=min(MOST_SEQUENCES, max_num_seqs),
             eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
@@ -76,8 +76,7 @@ def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
     return content
 
 
-def _positive_int(config: dict[str, Any], key: str) -> int:
-    value = config.get(key)
+def _positive_int(key: str, value: object) -> int:
     if not isinstance(value, int) or value < 1:
         raise CheckpointError(f"config.json: {key} must be a positive integer (is {value!r})")
     return value

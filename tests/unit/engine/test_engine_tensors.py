@@ -143,6 +143,11 @@ def test_an_option_that_is_not_served_is_refused_by_its_key(folder: Path, change
     assert said in _refusal(folder)
 
 
+def test_end_tokens_that_are_none_are_refused_by_the_file(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": "end"}')
+    assert "generation_config.json: eos_token_id must be a token id" in _refusal(folder)
+
+
 def test_a_missing_a_doubled_and_a_misshapen_tensor_are_refused_with_the_file(folder: Path) -> None:
     file = folder / "model.safetensors"
     tensors = load_file(file)

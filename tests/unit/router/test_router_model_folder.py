@@ -42,6 +42,30 @@ def test_a_context_longer_than_the_models_is_a_bad_setting(tmp_path: Path) -> No
         model_of(folder, max_model_len=MAX_MODEL_LEN + 1)
 
 
+def test_a_context_is_found_by_the_name_that_gpt_2_has_for_it(tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["n_positions"] = config.pop("max_position_embeddings")
+    (folder / "config.json").write_text(json.dumps(config))
+    assert model_of(folder).max_model_len == MAX_MODEL_LEN
+
+
+@pytest.mark.parametrize("place", ["config", "rope"])
+def test_with_longrope_the_context_is_what_workers_serve(place: str, tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path)
+    rope: dict[str, Any] = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 131_072}
+    (config if place == "config" else rope)["original_max_position_embeddings"] = 64
+    (folder / "config.json").write_text(json.dumps(config | {"rope_scaling": rope}))
+    assert model_of(folder).max_model_len == 64
+    with pytest.raises(ConfigError, match="64"):
+        model_of(folder, max_model_len=65)
+
+
+def test_end_tokens_that_generation_config_leaves_null_are_those_of_the_config(tmp_path: Path) -> None:
+    assert model_of(make_model_folder(tmp_path, eos_token_id=None)).eos_token_ids == (EOS,)
+
+
 @pytest.mark.parametrize(
     ("file", "content", "says"),
     [
