@@ -68,11 +68,9 @@ class SequenceOutput:
 
     @property
     def is_due(self) -> bool:
-        """Something should go to the client now: the first token, an interval's worth, or the rest at the end."""
-        num_pending = self.num_tokens - self._num_taken
-        if self.end is not None:
-            return num_pending > 0 or bool(self._texts)
-        return num_pending > 0 and (num_pending >= self._interval_tokens or self._num_taken == 0)
+        """What is here should go to the client now: the first token, an interval's worth, or the rest at the end."""
+        least = self._interval_tokens if self._num_taken else 1
+        return self.end is not None or self.num_tokens - self._num_taken >= least
 
     def add(self, tokens: worker_pb2.Tokens) -> bool:
         """Adds tokens from a worker. True when a stop string ended the sequence, which no worker knows."""
