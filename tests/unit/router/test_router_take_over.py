@@ -15,7 +15,7 @@ from cluster.lifecycle import RequestKey, RequestState
 from cluster.pb import generation_pb2 as pb
 from cluster.pb.journal_pb2 import JournalEntry
 from cluster.protocol import spoken
-from cluster.state import Claim, MemoryStore, Write
+from cluster.state import Claim, MemoryStore, Outcome, Write
 from router.api.call import ANYONE, Principal
 from router.api.chat import ChatTemplate
 from router.api.served_model import ServedModel
@@ -24,6 +24,7 @@ from router.api.validate import validate
 from router.routing.dispatcher import Dispatcher
 from router.routing.load_tracker import NOTHING
 from router.stream.detokenizer import Detokenizer
+from router.stream.journal import Journal, Source
 from router.stream.record import entry_of, origin_of
 from router.stream.request import LiveRequest
 from router.stream.resume import Resumables, ResumeHooks
@@ -267,3 +268,33 @@ def test_one_that_is_taken_up_is_charged_for_what_follows_its_known_tokens() -> 
         assert router.submit(principal=principal).live.lifecycle.state is RequestState.REJECTED
 
     run(scenario)
+
+
+class FencingStore(MemoryStore):
+    """Another router takes every record while it is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_writing, self.may_answer = asyncio.Event(), asyncio.Event()
+
+    async def write(self, writes: Sequence[Write]) -> list[Outcome]:
+        self.is_writing.set()
+        await self.may_answer.wait()
+        return [Outcome.FENCED] * len(writes)
+
+
+async def test_who_waits_for_a_record_goes_on_when_another_router_takes_it() -> None:
+    """Also who comes during the write that finds it taken: nothing is written for it any more."""
+    store, lost = FencingStore(), list[tuple[str, bool]]()
+    journal: Journal[int] = Journal(store, ttl_s=30.0, on_fenced=lambda *one: lost.append(one))
+    journal.start()
+    journal.open("gen", Source(lambda: 1, lambda stored: b"entry"))
+    early = asyncio.create_task(journal.catch_up("gen"))
+    await store.is_writing.wait()
+    late = asyncio.create_task(journal.catch_up("gen"))
+    await asyncio.sleep(0)
+    store.may_answer.set()
+    async with asyncio.timeout(10):
+        assert await asyncio.gather(early, late) == [False, False]
+    assert lost == [("gen", False)]
+    await journal.stop()
