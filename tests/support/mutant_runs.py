@@ -28,9 +28,9 @@ from mutant_forks import BUILD, copy_tree, forked, import_libraries, run_pytest
 from mutant_traces import MODULES, Traces
 from mutants import Mutant, sample
 
-GROUPS, MORE_GROUPS = (2, 6), (200,)
-"""Test files that a mutant, and then one that survived, meets at once: importing them costs more than their tests."""
-WALL_S = 75.0
+GROUPS = (2, 6, 200)
+"""Test files that a mutant meets at once, one number after another: importing them costs more than their tests."""
+WALL_S = 150.0
 """Longest that a mutant may take with one group; it counts as noticed then, as one that hangs."""
 
 
@@ -89,7 +89,7 @@ class Runs:
             files[name.split("::")[0]][name] = seconds
         stem = Path(mutant.path).stem
         ranked = sorted(files, key=lambda file: (-kills[file], stem not in file, sum(files[file].values())))
-        for size in (*GROUPS, *(MORE_GROUPS if self._again else ())):
+        for size in GROUPS:
             if ranked:
                 yield {name: s for file in ranked[:size] for name, s in files[file].items()}
             ranked = ranked[size:]
