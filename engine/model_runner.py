@@ -16,7 +16,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from cluster.errors import ConfigError
 from cluster.kv_groups import KvGroup, StateShape
 from engine.attention.interface import AttentionBatch
 from engine.attention.registry import Heads, choose_attention
@@ -97,11 +96,6 @@ class ModelRunner:
         self.device = torch.device(resolve_device(device))
         self.dtype = resolve_dtype(self.config, dtype, str(self.device))
         """The name of the type it computes in: `float32`, `bfloat16` or `float16`."""
-        if deterministic and self.config.latent is not None:
-            raise ConfigError(
-                "engine.deterministic: latent attention computes a prompt's tokens in another way than generated ones; "
-                "set it to false"
-            )
         self.kernels = kernels
         torch_dtype: torch.dtype = getattr(torch, self.dtype)
         ops, products, self.kernels_reason = choose_ops(

@@ -145,7 +145,7 @@ class _Metadata:
         found = self._floats(ROPE_FACTORS, head_dim // 2)
         theta = self._number("rope.freq_base", self._architecture.default_theta)
         factor = max(found)
-        for length in _LLAMA3_LENGTHS if self._architecture.has_factors else ():
+        for length in _LLAMA3_LENGTHS if self._architecture.has_factors and factor > 0 else ():
             made = [_llama3_factor(theta ** (2 * i / head_dim), factor, length) for i in range(head_dim // 2)]
             if all(math.isclose(one, other, rel_tol=_CLOSE) for one, other in zip(found, made, strict=True)):
                 return {

@@ -100,6 +100,8 @@ class _Vocabulary:
         scores = self._tuple("scores")
         if len(scores) != len(self._tokens):
             raise self._wrong(f"{len(self._tokens)} tokens and {len(scores)} scores")
+        if any(isinstance(score, str) for score in scores):
+            raise self._wrong(f"{_PREFIX}ggml.scores must be numbers (are {scores[0]!r} and others)")
         has_prefix = self._get("add_space_prefix") is not False
         replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
         prepend = [{"type": "Prepend", "prepend": _SPACE}] if has_prefix else []

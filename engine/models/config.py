@@ -358,6 +358,11 @@ class ModelConfig:
 
     def check_deterministic(self) -> None:
         """Raises ConfigError where a token's logits depend on what else is computed in its step."""
+        if self.latent is not None:
+            raise ConfigError(
+                "engine.deterministic: latent attention computes a prompt's tokens in another way than generated ones; "
+                "set it to false"
+            )
         if self.delta_net is not None:
             raise ConfigError(
                 f"engine.deterministic: {self.architecture} has layers with a recurrent state, which takes in one "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -287,3 +288,23 @@ def test_a_tokenizer_that_cannot_be_read_is_refused_by_name(
     with pytest.raises(CheckpointError) as caught:
         tokenizer_definition(read_header(file))
     assert message in str(caught.value)
+
+
+def test_factors_of_rope_that_are_zero_are_refused(tmp_path: Path) -> None:
+    file = write_gguf(make_checkpoint("llama3-rope", tmp_path / "model"), tmp_path / "m.gguf")
+    tensor = read_header(file).tensors["rope_freqs.weight"]
+    content = bytearray(file.read_bytes())
+    content[tensor.start : tensor.start + tensor.size_bytes] = bytes(tensor.size_bytes)
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"rope_freqs.weight is not Llama 3's scaling of rope"):
+        read_model_file(file / "config.json")
+
+
+def test_scores_that_are_words_are_refused_by_their_key(folder: Path, tmp_path: Path) -> None:
+    tokens = ("a", "b")
+    replaced = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.scores": ("x", "y")}
+    header = read_header(write_gguf(folder, tmp_path / "m.gguf"))
+    metadata = {**header.metadata, **replaced}
+    metadata.pop("tokenizer.huggingface.json")
+    with pytest.raises(CheckpointError, match=r"tokenizer.ggml.scores must be numbers \(are 'x' and others\)"):
+        tokenizer_definition(replace(header, metadata=metadata))
