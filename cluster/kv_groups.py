@@ -36,7 +36,7 @@ class StateShape:
     """
 
     num_heads: int
-    """Of the whole model."""
+    """Heads of the whole model."""
     part_sizes: tuple[int, ...]
     """Values of one head in each part."""
 

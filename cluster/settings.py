@@ -86,12 +86,12 @@ class WorkerSettings(JsonSettings):
     role: str
     """`prefill` or `decode`: the kind of new work the router sends here."""
     model: ModelSection
-    """As its role serves it."""
+    """The model as its role serves it."""
     weight_forms: str = ""
-    """What the weights of both roles are served as, where they differ: requests go from one to the other all the same.
+    """The forms of both roles' weights, where they differ: requests go from one to the other all the same.
     Empty: all workers have them in one form."""
     engine: EngineSection = field(default_factory=EngineSection)
-    """That of its role."""
+    """The engine settings of its role."""
     transfer: TransferSection = field(default_factory=TransferSection)
     slo: SloSection = field(default_factory=SloSection)
     metrics: MetricsSection = field(default_factory=MetricsSection)
@@ -140,7 +140,7 @@ class RouterSettings(JsonSettings):
     """`batch_store` may be a redis:// or rediss:// URL here; None: in memory, until the router ends; empty: files and
     batches are refused."""
     engine: EngineSection = field(default_factory=EngineSection)
-    """That of decode workers, whose `num_seqs` bounds `n`."""
+    """The engine settings of decode workers, whose `num_seqs` bounds `n`."""
     transfer: TransferSection = field(default_factory=TransferSection)
     """A worker whose session is silent for `dead_after_s` is taken as lost."""
     slo: SloSection = field(default_factory=SloSection)
@@ -196,7 +196,7 @@ def run_time_json(config: ServingConfig) -> str:
 
 
 def run_time_json_of(role: str, text: str) -> str:
-    """What `run_time_json` made, with what a role's workers have of their own in place of what is common."""
+    """Returns what `run_time_json` made, with what a role's workers have of their own in place of what is common."""
     values = json.loads(text)
     for name, section in values.pop("roles", {}).get(role, {}).items():
         values[name] = {**values.get(name, {}), **section}

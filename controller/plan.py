@@ -119,8 +119,8 @@ def found_device(engine: EngineSection, found: DeviceName) -> DeviceName:
 
 
 def weight_forms(config: ServingConfig) -> str:
-    """What weights are served as by role, where that differs: by type, rounding, or because a kind of device has types
-    of its own; else empty."""
+    """Returns the forms of weights by role where they differ, in type, in rounding, or because a kind of device has
+    types of its own; else an empty string."""
     forms = {
         role: f"{model.dtype} {model.quantization} on {config.engine_of(role).device}"
         for role in ROLES

@@ -23,7 +23,7 @@ from engine.tensor_files import TensorFiles
 from engine.weight_stream import FileRuns, WeightStream
 
 _LENGTH_BYTES = 8
-"""What a safetensors file begins with: the length of its header."""
+"""Bytes that a safetensors file begins with: the length of its header."""
 _FLOAT_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _CODE_TYPES = {torch.int32: "I32", torch.int8: "I8", torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3"}
 """Types of what stands for a weight, which are read as they are."""
@@ -39,16 +39,16 @@ class TensorSlice:
     start: int = 0
     stop: int | None = None
     stack: tuple[int, int] | None = None
-    """Which of how many such tensors, where one has them all along another dimension before the first."""
+    """The number of this tensor and of all, where one tensor stacks them along another dimension before the first."""
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Shape of the tensor in the file."""
+        """The shape of the tensor in the file."""
         return self.shape if self.stack is None else (self.stack[1], *self.shape)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of what is read."""
+        """The shape of what is read."""
         if not self.shape:  # a single number
             return ()
         stop = self.shape[self.dim] if self.stop is None else self.stop

@@ -27,7 +27,7 @@ from engine.weight_stream import WeightStream
 Bytes = npt.NDArray[np.uint8]
 
 _ELEMENTS_AT_ONCE = 1 << 22
-"""That are decoded in one go, as float32."""
+"""Elements that are decoded in one go, as float32."""
 
 
 def open_checkpoint(path: Path, stream: WeightStream | None = None) -> Checkpoint:
@@ -78,7 +78,7 @@ class GgufCheckpoint(GgufFile, Checkpoint):
         return raw.reshape(len(raw), -1, tensor.kind.size_bytes), offset
 
     def type_of(self, name: str) -> str:
-        """The type of a tensor that is there."""
+        """Returns the type of a tensor that is there."""
         return self._tensors[name].kind.name
 
     def discard_zeros(self, ending: str) -> None:
@@ -106,7 +106,7 @@ class GgufCheckpoint(GgufFile, Checkpoint):
         return whole if len(tensor.shape) == 1 else whole.reshape(tensor.shape[0], tensor.row_bytes)
 
     def _decode(self, tensor: StoredTensor, raw: Bytes) -> npt.NDArray[np.float32]:
-        """Float32, exact, along the last dimension."""
+        """Decodes rows along the last dimension to float32, exactly."""
         raw, kind = np.ascontiguousarray(raw), tensor.kind.name
         if kind == "F32":
             return raw.view(np.float32)
@@ -119,7 +119,7 @@ class GgufCheckpoint(GgufFile, Checkpoint):
         return values
 
     def _as_stored(self, name: str, values: npt.NDArray[Any]) -> torch.Tensor:
-        """As a Hugging Face checkpoint has them."""
+        """Returns values as a Hugging Face checkpoint has them."""
         is_offset = self._is_gemma and name.endswith("norm.weight")
         return torch.from_numpy(values - 1 if is_offset else np.array(values))
 

@@ -59,7 +59,7 @@ class WeightForm:
     device: str = "cpu"
     quantization: str = "none"
     keeps_codes: bool = False
-    """As `Packing.keeps_codes` says for the checkpoint's packing."""
+    """The answer of the packing's `keeps_codes`."""
     is_tiled: bool = False
     """Whether Baton's kernels multiply with the weights, which are then padded for them."""
     is_plain_tiled: bool = False
@@ -221,7 +221,7 @@ def _kept(config: ModelConfig, matrix: MatrixShape, form: WeightForm, is_read: b
 
 
 def _packing_of(config: ModelConfig, matrix: MatrixShape) -> Stored | None:
-    """How the checkpoint has a matrix in codes, if it does."""
+    """Returns how the checkpoint has a matrix in codes; None where it is plain."""
     if not matrix.is_packed or (isinstance(config.packing, Microscaling) and not matrix.is_expert):
         return None
     return config.packing

@@ -229,7 +229,7 @@ class ModelRunner:
         return {number: mlp.num_tokens.tolist() for number, mlp in self._expert_mlps().items()}
 
     def _expert_mlps(self) -> dict[int, RoutedExperts]:
-        """By layer; those of transformers' own code are not counted."""
+        """Returns the MLPs with experts by layer; those of transformers' own code are not counted."""
         if not isinstance(self._model, Decoder):
             return {}
         mlps = enumerate(layer.mlp for layer in self._model.layers)

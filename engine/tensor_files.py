@@ -23,7 +23,7 @@ class TensorFiles:
     """A folder's open safetensors files. Opening reads the headers of all of them, so truncation shows at once."""
 
     _framework = "numpy"
-    """Whose arrays slices of tensors would be."""
+    """The library whose arrays slices of tensors would be."""
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
@@ -88,11 +88,11 @@ class TensorFiles:
         return source
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """Of a tensor that is there."""
+        """Returns the shape of a tensor that is there."""
         return tuple(self._handles[self._file_of_tensor[name]].get_slice(name).get_shape())
 
     def describe(self, name: str) -> str:
-        """A tensor that is there and its file, to begin an error with."""
+        """Names a tensor that is there and its file, to begin an error with."""
         return f"{self._folder / self._file_of_tensor[name]}: tensor {name}"
 
     def _read_index(self) -> dict[str, str]:

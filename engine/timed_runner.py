@@ -38,7 +38,7 @@ it meanwhile."""
 STALL_S = 0.05
 """The same for a step that goes on with a sequence of the one before; after more the process was stopped."""
 _DTYPE = torch.float32
-"""The pool's: 4 bytes for each half of a state, which nobody computes with."""
+"""The pool's type: 4 bytes for each half of a state, which nobody computes with."""
 
 
 def timed_config(config: ModelConfig) -> ModelConfig:
@@ -79,7 +79,7 @@ class TimedRunner:
         self._num_layers, self._groups = config.num_hidden_layers, config.kv_groups
         self._ended_at = -math.inf
         self._last_slots: IntArray = np.zeros(0, dtype=np.int32)
-        """Of the newest token of each sequence of the latest step, [S]."""
+        """The slots of the newest token of each sequence of the latest step, [S]."""
 
     def make_pool(self, num_blocks: int, memory: Callable[[int], Tensor] | None = None) -> None:
         """To be called once, before the first step. `memory`: as of `engine.kv.pool.KvCache`."""

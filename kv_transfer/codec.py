@@ -52,7 +52,7 @@ SCALE_BYTES = 4
 
 
 class ChunkCodec(Protocol):
-    """What a route's slots hold. `pack` is the sender's, `unpack` the receiver's; as of `SlotCodec`."""
+    """The content of a route's slots. `pack` is the sender's, `unpack` the receiver's, as `SlotCodec` has them."""
 
     def slot_bytes(self, num_cells: int) -> int: ...
 

@@ -56,7 +56,7 @@ class KvLayout:
     state_layers: tuple[int, ...] = ()
     """Layers that keep a recurrent state; their window is `STATE_WINDOW`."""
     state: StateShape | None = None
-    """Of those layers."""
+    """The shape of the states of those layers."""
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "tp_size", "block_size"):
@@ -224,7 +224,7 @@ def check_wire_format(sender: str, receiver: str) -> None:
 
 
 def page_obstacle(sender: KvLayout, receiver: KvLayout, wire_format: str) -> str:
-    """Why the receiver cannot copy whole tokens out of the sender's own pages, or nothing."""
+    """Returns why the receiver cannot copy whole tokens out of the sender's own pages, or nothing."""
     if wire_format != "native":
         return f"wire_format is {wire_format}"
     for name in ("dtype", "block_size", "tp_size"):

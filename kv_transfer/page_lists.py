@@ -95,7 +95,7 @@ class PageListCodec:
         return replace(what, token_start=first, token_end=first + size)
 
     def _places(self, what: Range) -> range:
-        """Those of the range's blocks in a block table."""
+        """Returns the places of the range's blocks in a block table."""
         size = self._layout.block_size
         return range(what.token_start // size, (what.token_end - 1) // size + 1)
 

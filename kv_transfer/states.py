@@ -31,7 +31,7 @@ class StateHeads:
 
     @classmethod
     def of(cls, route: Route, layout: KvLayout, tp_rank: int) -> Self | None:
-        """Those of a rank at either end of the route; None where the model keeps no states."""
+        """Returns the heads of a rank at either end of the route; None where the model keeps no states."""
         state, tp_size = layout.state, layout.tp_size
         if state is None:
             return None

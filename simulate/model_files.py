@@ -118,7 +118,7 @@ def _dtype(fields: Fields, where: str) -> str:
 
 
 def _quantization(fields: Fields, where: str) -> QuantizationName:
-    """What the checkpoint's weights are in. Packed formats of 4 bits take what Baton's int4 takes, to some percent."""
+    """Returns the form of the checkpoint's weights. Packed formats of 4 bits take what Baton's int4 takes, nearly."""
     packed = fields.within("quantization_config")
     method = packed.get("quant_method")
     if method is None:

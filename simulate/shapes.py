@@ -15,7 +15,7 @@ from cluster.errors import ConfigError
 
 MatrixKind = Literal["attention", "mlp", "experts", "unrounded", "embedding", "head"]
 KV_CELL_BYTES = {"float32": (4, 0), "bfloat16": (2, 0), "float16": (2, 0), "int8": (1, 4), "fp8": (1, 4)}
-"""By the KV cache's type: bytes of an element, and of the scale of each head of each token."""
+"""Bytes of an element, and of the scale of each head of each token, by the KV cache's type."""
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _SCALE_BYTES = 4
 _INT4_GROUP = 32
@@ -70,7 +70,7 @@ class ExpertsShape:
     num_per_token: int
     intermediate_size: int
     shared_intermediate_size: int
-    """Of the expert that every token takes; 0: there is none."""
+    """The width of the expert that every token takes; 0: there is none."""
     num_biases: int = 0
     """Float32 numbers of all layers that are added to the experts' scores for the choice."""
     has_shared_gate: bool = False
@@ -100,7 +100,7 @@ class ModelShape:
     name: str
     dtype: str
     quantization: QuantizationName
-    """What the checkpoint's own weights are rounded to."""
+    """The form that the checkpoint's own weights are rounded to."""
     hidden_size: int
     intermediate_size: int
     num_hidden_layers: int

@@ -59,7 +59,7 @@ class LoadedRank:
     chooser: TokenChooser
     """Used by rank 0."""
     choices: tuple[str, ...]
-    """What was chosen for it, for the log."""
+    """The choices that were made for it, for the log."""
     long_tokens: int = OVERLAP_TOKENS
     """The engine thread does not wait for a step of so many tokens."""
 
@@ -112,7 +112,7 @@ def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> Load
 
 
 def with_transports_of(resolved: Resolved, memory: PoolMemory | None) -> Resolved:
-    """Without transports that share pages where the KV pool does not lie in memory that can be shared."""
+    """Leaves out transports that share pages where the KV pool does not lie in memory that can be shared."""
     transports = tuple(name for name in resolved.transports if memory is not None or not shares_pages(name))
     return replace(resolved, transports=transports)
 
@@ -213,7 +213,7 @@ def group_start(resolved: Resolved, incarnation: str, store_address: str) -> ran
 
 
 def check_memory(demand: MemoryDemand) -> None:
-    """Before any weight is read: raises ConfigError for a model that could not fit if activations took nothing."""
+    """Raises ConfigError, before any weight is read, for a model that could not fit if activations took nothing."""
     nothing = Activations(0, is_measured=False, why="")
     plan_memory(demand, free_bytes=available_bytes(demand.device, demand.tp_size), activations=nothing)
 
@@ -242,7 +242,7 @@ def size_pool(demand: MemoryDemand, runner: ModelRunner, tp: TPGroup) -> MemoryP
 
 
 def memory_line(plan: MemoryPlan) -> str:
-    """For the log of a worker that has started."""
+    """Returns a line for the log of a worker that has started."""
     how = "measured" if plan.activations_are_measured else f"estimated: {plan.activations_why}"
     is_bounded = plan.decided_by == "kv_cache_tokens" and plan.num_tokens < plan.tokens_that_fit
     bounded = f", as kv_cache_tokens says; {plan.tokens_that_fit} tokens would fit" if is_bounded else ""

@@ -100,7 +100,7 @@ class Resolved:
         return resolve_block_size(self.config, self.settings.tp_size, self.kv_dtype, wanted, preferred)
 
     def led_by(self, start: rank_pb2.Start) -> Resolved:
-        """The same with what rank 0 has resolved for all ranks."""
+        """Returns these settings with what rank 0 has resolved for all ranks."""
         return replace(self, settings=self.settings.with_values(block_size=start.block_size or self.block_size))
 
     @property
@@ -127,7 +127,7 @@ class Resolved:
 
     @property
     def product_form(self) -> tuple[torch.dtype, str, Kernels | None]:
-        """How weights are multiplied: the type computed in, what they are rounded to, and Baton's kernels, if used."""
+        """The type that products are computed in, what weights are rounded to, and Baton's kernels, if used."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         quantization = "int4" if self.weight_form.keeps_codes else self.settings.model.quantization
         return dtype, quantization, self._kernels
@@ -175,7 +175,7 @@ def resolve(settings: WorkerSettings) -> Resolved:
 
 
 def _resolve_timed(settings: WorkerSettings) -> Resolved:
-    """Of a worker that computes nothing: what concerns only computing is as it costs least."""
+    """Resolves a worker that computes nothing: what concerns only computing is as it costs least."""
     engine, transfer = settings.engine, settings.transfer
     for key, why in timed_obstacles(engine.device, transfer.wire_format, {"tensor_parallel": settings.tp_size}):
         raise ConfigError(f"{key}: {why}")

@@ -46,7 +46,7 @@ ARCHITECTURES = {
         "Gemma3ForCausalLM", default_theta=1_000_000.0, has_windows=True, window_pattern=6, scalar_layers=62
     ),
 }
-"""By `general.architecture`."""
+"""The architectures that are read, by `general.architecture`."""
 
 
 def model_config(header: GgufHeader) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class _Metadata:
         return size
 
     def _windows(self, layers: int, heads: int, hidden: int, head_dim: int) -> dict[str, Any]:
-        """What only Gemma has."""
+        """Returns the fields that only Gemma has."""
         pattern = self._own("attention.sliding_window_pattern")
         is_small = layers != self._architecture.scalar_layers
         fields: dict[str, Any] = {
@@ -181,7 +181,7 @@ class _Metadata:
         return list(dict.fromkeys(token for token in found if type(token) is int)) or None
 
     def _own(self, name: str) -> Value | None:
-        """Of the architecture."""
+        """Returns a value of the architecture's own; None where the file has none."""
         return self._values.get(f"{self._key}.{name}")
 
     def _size(self, name: str, default: int | None = None) -> int:
@@ -206,7 +206,7 @@ class _Metadata:
 
 
 def _llama3_factor(wavelength_share: float, factor: float, length: int) -> float:
-    """What a frequency is divided by, whose wavelength is 2 pi times `wavelength_share` (Llama 3.1's model card)."""
+    """Returns the divisor of a frequency whose wavelength is 2 pi times `wavelength_share` (Llama 3.1's model card)."""
     turns = length / (2 * math.pi * wavelength_share)
     if turns > _LLAMA3_HIGH:
         return 1.0

@@ -30,7 +30,7 @@ _STRING_BYTES = 8
 """A string takes so many at least: its length."""
 _MOST_DIMS = 4
 _PAIR_BYTES, _TENSOR_BYTES = _STRING_BYTES + 4 + 1, _STRING_BYTES + 4 + 4 + 8
-"""What a pair of metadata and a tensor's entry take at least."""
+"""The least bytes of a pair of metadata and of a tensor's entry."""
 _LARGEST_HEADER = 1 << 30
 _ALIGNMENT = "general.alignment"
 _KEPT = 4
@@ -58,7 +58,7 @@ TENSOR_TYPES = {
         *((39, "MXFP4", 32, 17),),
     )
 }
-"""By ggml's numbers: those that the `gguf` package makes numbers of."""
+"""The types that the `gguf` package makes numbers of, by ggml's numbers."""
 
 
 @dataclass(frozen=True)
@@ -84,13 +84,13 @@ class StoredTensor:
 
 @dataclass(frozen=True, eq=False)
 class GgufHeader:
-    """What a file says before its weights. To be read only: headers are shared."""
+    """The part of a file before its weights. To be read only: headers are shared."""
 
     path: Path
     metadata: dict[str, Value]
     tensors: dict[str, StoredTensor]
     size_bytes: int
-    """Of the header."""
+    """Bytes of the header."""
 
 
 def read_header(path: Path) -> GgufHeader:

@@ -25,7 +25,7 @@ _SPLITS = {
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe"), rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}{{1,3}}|{_REST}"),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}|{_REST}"),
 }
-"""How text is split before bytes are merged, by `tokenizer.ggml.pre`."""
+"""The rules that split text before bytes are merged, by `tokenizer.ggml.pre`."""
 _BYTE_LEVEL = ("gpt-2", "gpt2")
 """Names of the rule that `ByteLevel` has itself."""
 
@@ -147,7 +147,7 @@ class _Vocabulary:
         }
 
     def _template(self) -> dict[str, Any] | None:
-        """What is put around a text: the tokens of its beginning and end, where the file asks for them."""
+        """Returns the tokens that are put before and behind a text, where the file asks for them."""
         default = self._get("model") == "llama"
         ends = []
         for name, is_default in (("bos", default), ("eos", False)):

@@ -72,7 +72,7 @@ class _Prefill:
 
 @dataclass(frozen=True)
 class _Scoring:
-    """How a product of a query and a key becomes a score, as `CpuAttention` is asked."""
+    """The way from a product of a query and a key to a score, as `CpuAttention` is asked."""
 
     scale: float
     soft_cap: float

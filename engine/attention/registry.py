@@ -46,7 +46,7 @@ ATTENTION_BACKENDS: dict[str, Make] = {
 }
 """In the order in which `auto` prefers them where it does not time them; the last one runs everywhere."""
 TAKES_EXTRAS = {"triton": ("soft caps", "attention sinks"), "cpu": ("soft caps", "attention sinks", "latents")}
-"""What only some models need, by the backends that take it. Latents are heads too wide for the others' kernels."""
+"""Extras that only some models need, by the backends that take them. Latents are heads too wide for other kernels."""
 
 
 def choose_attention(
@@ -151,7 +151,7 @@ def _cpu_backend(kernels: Kernels | None) -> Attention | str:
 
 
 def _misfit(name: str, extras: Sequence[str]) -> str:
-    """Why a backend does not fit a model that needs `extras`; empty if it does."""
+    """Returns why a backend does not fit a model that needs `extras`; empty if it does."""
     missing = [extra for extra in extras if extra not in TAKES_EXTRAS.get(name, ())]
     return f"{name} takes no {' and no '.join(missing)}, which this model has" if missing else ""
 

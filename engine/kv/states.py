@@ -24,7 +24,7 @@ class StatePages:
         assert shape.num_values(num_heads) <= room * len(planes), "a block is too small for a state"
         self._runs = [shape.runs(num_heads, room, heads, part) for part in range(len(shape.part_sizes))]
         self.size_bytes = shape.size_bytes(num_heads)
-        """Of the state of one sequence."""
+        """Bytes of the state of one sequence."""
         self._sizes = [num_heads * size for size in shape.part_sizes]
 
     def read(self, blocks: Tensor) -> list[Tensor]:

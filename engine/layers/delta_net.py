@@ -41,7 +41,7 @@ class SingleTokens:
     new_blocks: Tensor
     """Blocks of the states that they leave, int64 [S]."""
     begins: Tensor | None
-    """Which of them have no state yet, bool [S]; None: all have one."""
+    """Whether each has no state yet, bool [S]; None: all have one."""
 
 
 @dataclass(frozen=True)

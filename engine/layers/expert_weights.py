@@ -41,7 +41,7 @@ def separate_expert(name: str, names: ExpertNames, sizes: tuple[int, int], loade
 
 @dataclass(frozen=True)
 class StackedWeights:
-    """Those of a rank's experts in the model's type, N of them."""
+    """Weights of a rank's experts in the model's type, N of them."""
 
     gate_up: Tensor  # [N, 2 W, E]
     down: Tensor  # [N, E, W]
@@ -52,7 +52,7 @@ class StackedWeights:
 def stacked_weights(
     name: str, held: Sequence[int], config: ExpertsConfig, sizes: tuple[int, int], loader: Loader
 ) -> StackedWeights:
-    """Those of this rank's experts, `held`, of the layer whose experts' tensors begin with `name`."""
+    """Reads this rank's experts, `held`, of the layer whose experts' tensors begin with `name`."""
     count = len(held)
     if not config.is_interleaved:
         experts = [_slices(f"{name}.{n}", config.names, sizes, loader) for n in held]

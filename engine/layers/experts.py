@@ -30,7 +30,7 @@ from engine.tp import ExpertSlices
 Gated = Callable[[Tensor], Tensor]
 """The middle of a gated linear unit."""
 _MULTIPLE = 8
-"""Of which torch's grouped product takes sizes: 16 bytes."""
+"""Torch's grouped product takes sizes that are multiples of this: 16 bytes."""
 _SMALLEST_SUM = 1e-20
 """Added to a sum of shares before they are divided by it, as transformers does."""
 
@@ -61,7 +61,7 @@ class SeparateExperts:
             self.experts = [Expert(*separate_expert(f"{name}.{n}", config.names, sizes, loader), gated) for n in held]
         self._by_number = dict(zip(held, self.experts, strict=True))
         self.native = _native(self._by_number, config, loader)
-        """As Baton's kernels read them; None: they do not."""
+        """The experts as Baton's kernels read them; None: they do not."""
 
     @property
     def linears(self) -> Iterator[Linear]:
@@ -93,7 +93,7 @@ class StackedExperts:
         self._gated = _gated(config, loader)
 
     def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-        """As of `SeparateExperts`."""
+        """Computes what `SeparateExperts` computes."""
         weights, count = self._weights, len(self._weights.gate_up)
         place = chosen if self._place is None else self._place[chosen]
         experts, order = place.flatten().sort(stable=True)
@@ -158,7 +158,7 @@ class RoutedExperts:
 
     @property
     def linears(self) -> Iterator[Linear]:
-        """Those that kernels must be able to multiply with, to compute it all."""
+        """Yields the layers that kernels must be able to multiply with, to compute it all."""
         yield self.router
         yield from self.experts.linears
         if self.shared is not None:
@@ -245,7 +245,8 @@ def _places(held: Sequence[int], config: ExpertsConfig, device: torch.device) ->
 
 
 def _native(held: Mapping[int, Expert], config: ExpertsConfig, loader: Loader) -> NativeExperts | None:
-    """None where some weights are not laid out for Baton's kernels, or they compute in another type."""
+    """Returns the experts for Baton's kernels; None where some weights are not laid out for those, or another type is
+    computed in."""
     if loader.dtype != torch.bfloat16:
         return None
     sides = []

@@ -36,7 +36,7 @@ from engine.quantization.interface import Rows
 from engine.step_input import IntArray, StepInput
 
 _NORM_EPS = 1e-6
-"""Of the norms inside, whatever config.json says of the others; as in transformers."""
+"""The eps of the norms inside, whatever config.json says of the others; as in transformers."""
 
 
 @dataclass(frozen=True)

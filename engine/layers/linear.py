@@ -64,7 +64,7 @@ class Loader:
         return self._join(parts, self.checkpoint.read, orders or (None,) * len(parts))
 
     def _keep(self, parts: Sequence[TensorSlice], orders: Sequence[Order]) -> Matrix | None:
-        """None where a part is plain, or packed codes cannot be multiplied as they are."""
+        """Returns the matrix in its codes; None where a part is plain, or codes cannot be multiplied as they are."""
         if isinstance(self.packing, Scaling):
             return self._keep_int8(self.packing, parts, orders)
         if isinstance(self.packing, Blocks):

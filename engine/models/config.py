@@ -89,7 +89,7 @@ class RopeConfig:
 
 
 NO_ROPE = RopeConfig(rope_type="none")
-"""Of layers that know no positions."""
+"""The rope of layers that know no positions."""
 
 
 @dataclass(frozen=True)
@@ -98,21 +98,21 @@ class LayerNorms:
 
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None
-    """Before the output of attention is added to the residual."""
+    """The norm of attention's output, before it is added to the residual."""
     before_mlp: str | None = "post_attention_layernorm"
     after_mlp: str | None = None
 
     @property
     def names(self) -> list[str]:
-        """Those that there are."""
+        """The names of the norms that there are."""
         every = (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp)
         return [name for name in every if name is not None]
 
 
 @dataclass(frozen=True)
 class TensorNames:
-    """How a checkpoint names the projections that are fused here, below `self_attn` and `mlp`: one tensor for each, or
-    one for all, of which each has its rows."""
+    """A checkpoint's names of the projections that are fused here, below `self_attn` and `mlp`: one tensor for each,
+    or one for all, of which each has its rows."""
 
     qkv: tuple[str, str, str] | tuple[str] = ("q_proj", "k_proj", "v_proj")
     gate_up: tuple[str, str] | tuple[str] = ("gate_proj", "up_proj")
@@ -193,14 +193,14 @@ class ModelConfig:
     projection_norm: bool = False
     """RMSNorm on all query heads together, and on all key heads, before rope."""
     activation: Literal["silu", "gelu_tanh"] = "silu"
-    """Of the gate: gelu_tanh is gelu by its approximation with tanh."""
+    """The gate's activation: gelu_tanh is gelu by its approximation with tanh."""
     norms: LayerNorms = LayerNorms()
     has_offset_norms: bool = False
     """The weights of norms are stored as how far they are from 1."""
     embedding_scale: float | None = None
     """The embedding's rows are multiplied by it, rounded to the model's type."""
     residual_scale: float | None = None
-    """What attention and MLP add to the residual is multiplied by it."""
+    """The outputs of attention and MLP are multiplied by it before they are added to the residual."""
     attention_scale: float | None = None
     """Attention's scores are multiplied by it; None: by one over the root of head_dim."""
     attention_softcap: float | None = None
@@ -214,7 +214,7 @@ class ModelConfig:
     delta_net: DeltaNetConfig | None = None
     """Layers that keep a recurrent state; their `layer_windows` are `cluster.kv_groups.STATE_WINDOW`."""
     packing: Stored | None = None
-    """How its checkpoint stores the linear layers; None: as plain weights."""
+    """The way its checkpoint stores the linear layers; None: as plain weights."""
     latent: LatentConfig | None = None
     """None: attention keeps keys and values. Else `num_key_value_heads` is 1 and `head_dim` the latent's width."""
     tensors: TensorNames = TensorNames()
@@ -289,7 +289,7 @@ class ModelConfig:
 
     @property
     def attention_extras(self) -> tuple[str, ...]:
-        """What it needs, in words, that not every attention backend takes."""
+        """The needs of the model, in words, that not every attention backend meets."""
         needs = {
             "soft caps": self.attention_softcap is not None,
             "attention sinks": self.attention_sinks,

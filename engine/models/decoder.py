@@ -54,7 +54,7 @@ class StepContext:
     """For each group of layers whose KV lies in blocks of its own."""
     slots: tuple[torch.Tensor, ...]  # int64 [T], likewise
     rope_rows: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-    """Of each of `ModelConfig.ropes`."""
+    """The rows of cos and sin for each of `ModelConfig.ropes`."""
     positions: torch.Tensor  # int32 [T]
     kv: KvCache
     attention: Attention
@@ -88,7 +88,7 @@ class LayerMlp(Protocol):
 
     @property
     def linears(self) -> Iterable[Linear]:
-        """Those that kernels must be able to multiply with, to compute it all."""
+        """The layers that kernels must be able to multiply with, to compute it all."""
         ...
 
     def __call__(self, x: Rows) -> torch.Tensor:
@@ -390,5 +390,5 @@ class Decoder:
         return self.capped(logits)
 
     def capped(self, logits: torch.Tensor) -> torch.Tensor:
-        """What the head gives, bounded where the model bounds it."""
+        """Bounds the head's logits where the model does."""
         return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap

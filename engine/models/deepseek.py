@@ -102,7 +102,7 @@ def predicting_layers(fields: Fields) -> tuple[str, ...]:
 
 
 def read_experts(fields: Fields, routing: Routing, *, normalizes: bool, num_dense: int) -> ExpertsConfig | None:
-    """In all layers but the first `num_dense`. Raises CheckpointError naming the field."""
+    """Reads the experts of all layers but the first `num_dense`. Raises CheckpointError naming the field."""
     _one_of("moe_layer_freq", fields.get("moe_layer_freq") or 1, (1,))
     num_layers = read_num_layers(fields)
     if num_dense >= num_layers:

@@ -14,7 +14,7 @@ from engine.json_fields import Fields
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """What tensors of experts are called in a checkpoint, below `model.layers.N`."""
+    """The names of experts' tensors in a checkpoint, below `model.layers.N`."""
 
     block: str = "mlp"
     gate: str = "gate_proj"
@@ -34,10 +34,10 @@ class ClampedGate:
 
 @dataclass(frozen=True)
 class Routing:
-    """How a token chooses experts, where it is not those of the greatest shares of a softmax."""
+    """The way a token chooses experts, where it is not those of the greatest shares of a softmax."""
 
     scores: Literal["softmax", "sigmoid"]
-    """What an expert's logit becomes; a token's share in an expert is made of it."""
+    """The function that makes a score of an expert's logit; a token's share in an expert is made of the score."""
     has_bias: bool
     """Whether a bias for each expert, which is no part of the shares, is added to the scores for the choice."""
     num_groups: int
@@ -62,7 +62,7 @@ class ExpertsConfig:
     normalizes: bool
     """Whether the shares of the experts that a token chooses add up to one."""
     shared_intermediate_size: int = 0
-    """Of the expert that every token takes, times a gate of its own if `has_shared_gate`; 0: there is none."""
+    """The width of the expert that every token takes, times its own gate if `has_shared_gate`; 0: there is none."""
     names: ExpertNames = ExpertNames()
     has_biases: bool = False
     """Biases on the router and on all matrices of experts."""

@@ -16,7 +16,7 @@ from engine.models.config import DTYPES, ROPE_TYPES, ModelConfig, RopeConfig
 
 MOST_LAYERS = 10_000
 COMMON_ROPE_TYPES = tuple(name for name in ROPE_TYPES if name != "longrope")
-"""Those that need nothing of a family's own."""
+"""The types that need nothing of a family's own."""
 Windows = tuple[int | None, ...]
 """`ModelConfig.layer_windows`."""
 
@@ -26,9 +26,9 @@ class ModelFamily:
     """Models whose config.json one function reads."""
 
     name: str
-    """As its makers write it."""
+    """The name as its makers write it."""
     architecture: str
-    """As config.json's `architectures` names it."""
+    """The name in config.json's `architectures`."""
     read: Callable[[Fields], ModelConfig]
     """Raises CheckpointError for what is not computed here."""
 
@@ -135,13 +135,13 @@ def read_partial(values: Fields, fields: Fields, default: float | None) -> float
 
 
 def one_window(fields: Fields) -> Windows:
-    """`sliding_window` in all layers."""
+    """Reads `sliding_window`, which all layers have."""
     window = None if fields.get("sliding_window") is None else fields.size("sliding_window")
     return (window,) * read_num_layers(fields)
 
 
 def windows_by_type(fields: Fields, window: int | None) -> Windows:
-    """`window` in the layers that `layer_types` names."""
+    """Returns `window` for the layers with sliding attention in `layer_types`, None for the others."""
     by_type = {"sliding_attention": window, "full_attention": None}
     return tuple(by_type[name] for name in read_layer_types(fields, sorted(by_type)))
 

@@ -71,7 +71,7 @@ def _gemma(fields: Fields, rope: RopeConfig | None = None) -> ModelConfig:
 
 
 def _windows(fields: Fields, default_pattern: int) -> Windows:
-    """In the layers that `layer_types` names, or in all but each `sliding_window_pattern`-th."""
+    """Reads the windows of the layers in `layer_types`, or of all but each `sliding_window_pattern`-th."""
     window, pattern = fields.size("sliding_window", 4096), fields.size("sliding_window_pattern", default_pattern)
     if fields.get("layer_types") is not None:
         return windows_by_type(fields, window)

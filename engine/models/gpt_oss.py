@@ -17,7 +17,7 @@ _ROPE = RopeConfig(
     original_max_position_embeddings=4096,
     truncate=False,
 )
-"""Where config.json has none."""
+"""The rope where config.json has none."""
 
 
 def _gpt_oss(fields: Fields) -> ModelConfig:
@@ -47,7 +47,7 @@ def _gpt_oss(fields: Fields) -> ModelConfig:
 
 
 def _windows(fields: Fields, num_layers: int) -> Windows:
-    """In the layers that `layer_types` names, or in every other one from the first on."""
+    """Reads the windows of the layers in `layer_types`, or of every other one from the first on."""
     window = fields.size("sliding_window", 128)
     if fields.get("layer_types") is not None:
         return windows_by_type(fields, window)

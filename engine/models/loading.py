@@ -16,7 +16,7 @@ from engine.tp import TPGroup
 
 
 class Model(Protocol):
-    """What a runner runs: `Decoder`, or a model of transformers' own code."""
+    """A model that a runner runs: `Decoder`, or one of transformers' own code."""
 
     @property
     def tp(self) -> TPGroup: ...

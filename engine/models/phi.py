@@ -18,7 +18,7 @@ _TENSORS = TensorNames(qkv=("qkv_proj",), gate_up=("gate_up_proj",))
 _LONGROPE = ("longrope", "su", "yarn")
 """Names of longrope, the last two of which older files have."""
 _MOST = 1e30
-"""Of a factor: it stays a number in float32."""
+"""The largest factor: it stays a number in float32."""
 
 
 def _phi3(fields: Fields) -> ModelConfig:

@@ -18,7 +18,7 @@ def _qwen2(fields: Fields) -> ModelConfig:
 
 
 def _qwen2_moe(fields: Fields) -> ModelConfig:
-    """Experts beside one that every token takes."""
+    """Reads experts beside one that every token takes."""
     return replace(_qwen2(fields), experts=read_experts(fields, fields.size("shared_expert_intermediate_size")))
 
 
@@ -38,7 +38,7 @@ def _with_head_norms(fields: Fields, head_dim: int | None = None) -> ModelConfig
 
 
 def _windows(fields: Fields) -> Windows:
-    """In the layers that `layer_types` names, or (transformers 4) from layer `max_window_layers` on."""
+    """Reads the windows of the layers in `layer_types`, or (transformers 4) from layer `max_window_layers` on."""
     num_layers = read_num_layers(fields)
     if not fields.flag("use_sliding_window") or fields.get("sliding_window") is None:
         return (None,) * num_layers
@@ -50,8 +50,8 @@ def _windows(fields: Fields) -> Windows:
 
 
 def read_experts(fields: Fields, shared_intermediate_size: int = 0) -> ExpertsConfig | None:
-    """In each `decoder_sparse_step`th layer that `mlp_only_layers` does not name. Raises CheckpointError naming the
-    field."""
+    """Reads the experts of each `decoder_sparse_step`th layer that `mlp_only_layers` does not name. Raises
+    CheckpointError naming the field."""
     dense = fields.get("mlp_only_layers") or []
     if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
         raise CheckpointError(f"config.json: mlp_only_layers must be a list of layers (got {dense!r})")

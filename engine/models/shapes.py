@@ -23,7 +23,7 @@ class MatrixShape:
     num_outputs: int
     num_inputs: int
     count: int = 1
-    """How many the rank holds, in all layers."""
+    """The number that the rank holds, in all layers."""
     is_packed: bool = False
     """Whether a packed checkpoint has it in codes."""
     num_ranks: int = 1
@@ -43,7 +43,7 @@ class MatrixShape:
 
     @property
     def num_elements(self) -> int:
-        """Of one of them."""
+        """Elements of one of them."""
         return self.num_outputs * self.num_inputs
 
 
@@ -112,7 +112,7 @@ def _foreign_matrix(matrix: ForeignMatrix, tp_size: int) -> MatrixShape:
 
 
 def _mlp_matrices(inner: int, count: int, config: ModelConfig, num_ranks: int) -> list[MatrixShape]:
-    """Of as many MLPs whose middle is `inner` wide on as many ranks together."""
+    """Returns the matrices of `count` MLPs whose middle is `inner` wide on as many ranks together."""
     width, hidden = inner // num_ranks, config.hidden_size
     return [
         MatrixShape(2 * width, hidden, count, is_packed=True),

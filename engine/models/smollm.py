@@ -28,7 +28,8 @@ def _smollm3(fields: Fields) -> ModelConfig:
 
 
 def _has_rope(fields: Fields) -> tuple[bool, ...]:
-    """For each layer: `no_rope_layers` has a 0 for those without, or each `no_rope_layer_interval`th is one."""
+    """Reads whether each layer has rope: `no_rope_layers` has a 0 for those without, or each `no_rope_layer_interval`th
+    is one."""
     num_layers, named = read_num_layers(fields), fields.get("no_rope_layers")
     if named is None:
         interval = fields.size("no_rope_layer_interval", _INTERVAL)
@@ -39,7 +40,7 @@ def _has_rope(fields: Fields) -> tuple[bool, ...]:
 
 
 def _windows(fields: Fields, has_rope: tuple[bool, ...]) -> Windows:
-    """In the layers that `layer_types` names, or in those without rope, if `use_sliding_window`."""
+    """Reads the windows of the layers in `layer_types`, or of those without rope, if `use_sliding_window`."""
     if not fields.flag("use_sliding_window") or fields.get("sliding_window") is None:
         return (None,) * len(has_rope)
     window = fields.size("sliding_window")

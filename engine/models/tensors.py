@@ -23,7 +23,7 @@ Tensor = tuple[str, tuple[int, ...]]
 _AS_PLAIN = (None, "gguf", "mxfp4")
 """Values of `quant_method` with which tensors have the names and shapes of plain ones, but for experts in MXFP4."""
 _MXFP4_GROUP = 32
-"""As in `engine.quantization.integers`, which loads torch."""
+"""The group of `engine.quantization.integers`, which loads torch."""
 
 
 def check_folder(folder: Path, model_impl: str = "auto", *, needs_weights: bool = True) -> None:

@@ -42,7 +42,7 @@ class LayerCall:
     mask: torch.Tensor | None
     scale: float
     options: dict[str, Any]
-    """What may change the result, by transformers' names."""
+    """Options that may change the result, by transformers' names."""
 
 
 class AttentionRun(Protocol):

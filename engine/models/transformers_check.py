@@ -22,8 +22,8 @@ from engine.step_input import SequenceSlice, StepInput, build_step
 _NUM_TOKENS, _FIRST_PART = 12, 5
 _NUM_SEQUENCES = 3
 _TOLERANCE = 0.05
-"""Of a token's hidden state, relative. Rounding, and experts that it has a token choose, may move some tokens by more,
-but not most of them."""
+"""The relative error of a token's hidden state. Rounding, and experts that it has a token choose, may move some tokens
+by more, but not most of them."""
 
 
 @torch.inference_mode()
@@ -35,7 +35,7 @@ def check_steps(
     block_size: int,
     device: torch.device,
 ) -> None:
-    """To be called on all ranks at once. Raises CheckpointError."""
+    """Tries the model; all ranks call this at once. Raises CheckpointError."""
     num_groups, num_heads = len(config.kv_groups), len(config.kv_head_range(model.tp.rank, model.tp.size))
     width = -(-_NUM_TOKENS // block_size)
     size = (_NUM_SEQUENCES * width * num_groups, block_size, num_heads, config.head_dim)

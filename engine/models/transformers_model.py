@@ -73,7 +73,7 @@ class _Head(torch.nn.Module):
 
 
 class _Output(MoeModelOutputWithPast):
-    """With every field that some model with a head passes on."""
+    """An output with every field that some model with a head passes on."""
 
     cross_attentions = None
 

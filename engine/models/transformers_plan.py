@@ -18,7 +18,7 @@ Split = Literal["outputs", "inputs", ""]
 
 @dataclass(frozen=True)
 class Style:
-    """What a rank holds of a weight, and what it does before and after a module's own computation."""
+    """The part of a weight that a rank holds, and what it does before and after a module's own computation."""
 
     split: Split = ""
     """The dimension of [.., O, I] that is divided; empty: none."""
@@ -48,7 +48,7 @@ STYLES: dict[str, Style] = {
     "replicate": Style(),
     "local_params": Style(),
 }
-"""By transformers' names. Embeddings are whole on each rank."""
+"""The styles by transformers' names. Embeddings are whole on each rank."""
 WHOLE = Style()
 
 
@@ -67,7 +67,7 @@ class ShardingPlan:
 
     @property
     def obstacle(self) -> str:
-        """Why ranks cannot follow it, or nothing."""
+        """The reason why ranks cannot follow it, or nothing."""
         if not self._styles:
             return "transformers has no tensor-parallel plan for it (base_model_tp_plan)"
         unknown = sorted(set(self._styles.values()) - set(STYLES))

@@ -16,7 +16,7 @@ class ForeignMatrix:
     num_outputs: int
     num_inputs: int
     count: int
-    """How many there are, in all layers; of experts each counts."""
+    """The number of them, in all layers; each expert counts."""
     split: Literal["outputs", "inputs", ""] = ""
     """The dimension that tensor-parallel ranks divide; empty: each holds the whole."""
     is_linear: bool = True
@@ -27,7 +27,7 @@ class ForeignMatrix:
 
 @dataclass(frozen=True)
 class ForeignModel:
-    """What `ModelConfig` has of such a model only."""
+    """The part of `ModelConfig` that only such a model has."""
 
     matrices: tuple[ForeignMatrix, ...]
     num_vector_elements: int
@@ -37,4 +37,4 @@ class ForeignModel:
     layer_kinds: tuple[int, ...]
     """For each layer a number, equal for layers that compute the same."""
     tp_obstacle: str = ""
-    """Why several ranks cannot hold the model, or nothing."""
+    """The reason why several ranks cannot hold the model, or nothing."""

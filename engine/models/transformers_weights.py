@@ -29,9 +29,9 @@ class ForeignWeights:
         self._names: dict[str, str] = {}
         """The tensor that is a parameter, where it is called otherwise."""
         self._made: dict[str, Any] = {}
-        """What makes a parameter of tensors; the same object for all parameters that it makes at once."""
+        """The converter that makes a parameter of tensors; one object for all parameters that it makes at once."""
         self._ready: dict[str, torch.Tensor] = {}
-        """What was made and not asked for yet."""
+        """Parameters that were made and not asked for yet."""
         self._find(model.state_dict())
 
     def _find(self, parameters: dict[str, torch.Tensor]) -> None:

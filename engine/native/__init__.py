@@ -50,7 +50,7 @@ class Native:
     def __init__(self, library: str) -> None:
         self._library = ctypes.CDLL(library)
         self._functions: dict[tuple[str | torch.dtype, ...], Any] = {}
-        """By name, type that is computed in and, where pages are read or written, theirs."""
+        """The functions by name, type that is computed in and, where pages are read or written, theirs."""
         for dtype in DTYPES:
             of_type = str(dtype).removeprefix("torch.")
             for name, arguments in _SIGNATURES.items():

@@ -33,7 +33,7 @@ FEATURES = frozenset(
         *("attention_softcap", "logit_softcap", "attention_sinks"),
     }
 )
-"""Those of `ModelConfig.features` that the kernels compute."""
+"""The `ModelConfig.features` that the kernels compute."""
 
 
 def choose_decode_step(

@@ -45,7 +45,7 @@ class Blocks:
     def keeps_codes(self, quantization: str, dtype: torch.dtype, kernels: Kernels | None) -> bool:
         """Whether a model that is loaded so multiplies with codes as they are, wherever that can be.
 
-        As of `Packing`: on a CPU, kernels that round activations to 8 bits for the product; without any, slowly.
+        On a CPU kernels round activations to 8 bits for the product, as with `Packing`; without any it is slow.
         """
         is_free = isinstance(kernels, TritonProducts) or (
             kernels is not None and kernels.has_products and dtype == torch.bfloat16

@@ -31,7 +31,7 @@ from engine.quantization.interface import (
 _GROUP = 32
 """Inputs that share a scale in int4."""
 _IN_TRITON = {INT8: "int8", INT4: "int4", INT4_ZEROS: "int4 with zeros"}
-"""What `engine.triton.products` calls them."""
+"""The names of the kinds in `engine.triton.products`."""
 _OF_BYTES = (INT8, INT8_GROUPS)
 """Kinds with a byte for each code."""
 MXFP4_GROUP = 32

@@ -83,7 +83,7 @@ class Scaling:
         return codes
 
     def _read_scales(self, checkpoint: Checkpoint, part: TensorSlice) -> Tensor:
-        """Of the whole weight: float32 [blocks of outputs, blocks of inputs]."""
+        """Returns the scales of the whole weight, float32 [blocks of outputs, blocks of inputs]."""
         name = self._scales_of(part)
         wanted = tuple(
             1 if block is None else -(-size // block) for size, block in zip(part.shape, self.block, strict=True)

@@ -22,7 +22,7 @@ METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "fbgemm_fp8", "mxfp4", "g
 _BITS = {"awq": (4,), "gptq": (4, 8), "compressed-tensors": (4, 8)}
 _LAYOUTS: dict[Method, tuple[str, ...]] = {"awq": ("gemm",), "gptq": ("gptq", "gptq_v2")}
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
-"""Those of compressed-tensors."""
+"""The formats of compressed-tensors."""
 _STRATEGIES = ("tensor", "channel", "group", "block")
 
 
