@@ -6,16 +6,13 @@ from dataclasses import replace
 
 from engine.json_fields import Fields
 from engine.models.config import ModelConfig
-from engine.models.family import ModelFamily, read_decoder
+from engine.models.family import ModelFamily
+from engine.models.llama import read_llama
 
 
 def _granite(fields: Fields) -> ModelConfig:
-    has_bias = fields.flag("attention_bias")
     return replace(
-        read_decoder(fields),
-        attention_bias=has_bias,
-        attention_output_bias=has_bias,
-        mlp_bias=fields.flag("mlp_bias"),
+        read_llama(fields),
         embedding_scale=fields.number("embedding_multiplier", 1.0),
         attention_scale=fields.number("attention_multiplier", 1.0),
         residual_scale=fields.number("residual_multiplier", 1.0),

@@ -9,7 +9,8 @@ from engine.models.config import ModelConfig
 from engine.models.family import ModelFamily, one_window, read_decoder
 
 
-def _llama(fields: Fields) -> ModelConfig:
+def read_llama(fields: Fields) -> ModelConfig:
+    """Reads a plain decoder with the biases that config.json asks for."""
     has_bias = fields.flag("attention_bias")
     return replace(
         read_decoder(fields),
@@ -24,6 +25,6 @@ def _mistral(fields: Fields) -> ModelConfig:
 
 
 FAMILIES = (
-    ModelFamily("Llama", "LlamaForCausalLM", _llama),
+    ModelFamily("Llama", "LlamaForCausalLM", read_llama),
     ModelFamily("Mistral", "MistralForCausalLM", _mistral),
 )
