@@ -308,19 +308,15 @@ def _check_agreement(config: ServingConfig) -> Iterator[ConfigFinding]:
     if not config.roles.prefill.devices:
         return
     if prefill.kv_cache_dtype != decode.kv_cache_dtype:
-        yield _disagreement(
-            config, "engine.kv_cache_dtype", f"KV is handed over as it lies in the pool; use {prefill.kv_cache_dtype}"
-        )
+        yield _disagreement(config, "engine.kv_cache_dtype", "KV is handed over as it lies in the pool")
     dtypes = [config.model_of(role).dtype for role in ROLES]
     if dtypes[1] == "float16" and dtypes[0] in ("float32", "bfloat16"):
-        yield _disagreement(
-            config, "model.dtype", f"KV of {dtypes[0]} reaches beyond the range of float16; use {dtypes[0]} or bfloat16"
-        )
+        yield _disagreement(config, "model.dtype", f"KV of {dtypes[0]} reaches beyond the range of float16")
     if config.engine.deterministic:
         for key in ("model.dtype", "model.quantization", "engine.device", "engine.attention", "engine.kernels"):
             one, other = (_value_of(config, role, key) for role in ROLES)
             if one != other:
-                why = f"engine.deterministic is true, and they do not give a token the same bits; use {one}"
+                why = "engine.deterministic is true, and they do not give a token the same bits"
                 yield _disagreement(config, key, why, ("engine.deterministic",))
         for key, parts in (("tensor_parallel", "ranks"), ("expert_parallel", "groups of ranks")):
             sizes = [getattr(config.role(role), key) for role in ROLES]
@@ -334,14 +330,14 @@ def _check_agreement(config: ServingConfig) -> Iterator[ConfigFinding]:
 
 
 def _disagreement(config: ServingConfig, key: str, why: str, rests_on: tuple[str, ...] = ()) -> ConfigFinding:
-    """Blames the role that sets the key for itself; decode where both do."""
+    """Blames the role that sets the key for itself, decode where both do, and tells it to use the other's value."""
     keys = [_key_of(config, role, key) for role in ROLES]
     blamed: RoleName = "decode" if keys[1] != key else "prefill"
     other: RoleName = "prefill" if blamed == "decode" else "decode"
     value, theirs = (_value_of(config, role, key) for role in (blamed, other))
     return ConfigFinding(
         _key_of(config, blamed, key),
-        f"{value}, where {other} workers have {theirs} ({_key_of(config, other, key)}): {why}",
+        f"{value}, where {other} workers have {theirs} ({_key_of(config, other, key)}): {why}; use {theirs}",
         (_key_of(config, other, key), *rests_on),
     )
 

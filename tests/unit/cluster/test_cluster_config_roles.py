@@ -90,8 +90,18 @@ def test_what_no_role_may_set_is_refused_by_name_and_place(role: object, why: st
             "handed over as it lies in the pool; use auto",
         ),
         (
+            {"roles": {"prefill": {"engine": {"kv_cache_dtype": "int8"}}}},
+            "roles.prefill.engine.kv_cache_dtype: int8, where decode workers have auto (engine.kv_cache_dtype): KV is "
+            "handed over as it lies in the pool; use auto",
+        ),
+        (
             {"roles": {"prefill": {"model": {"dtype": "float32"}}}, "model": {"dtype": "float16"}},
-            "roles.prefill.model.dtype: float32, where decode workers have float16 (model.dtype)",
+            "roles.prefill.model.dtype: float32, where decode workers have float16 (model.dtype): KV of float32 "
+            "reaches beyond the range of float16; use float16",
+        ),
+        (
+            {"roles": {"prefill": {"engine": {"device": "cuda"}}}, "engine": {"deterministic": True, "device": "cpu"}},
+            "they do not give a token the same bits; use cpu",
         ),
         (
             {"roles": {"decode": {"model": {"quantization": "int8"}}}, "engine": {"deterministic": True}},
