@@ -37,6 +37,11 @@ class Fields:
         self._where = where
 
     @property
+    def where(self) -> str:
+        """The file, and the field that these are within, to begin an error with."""
+        return self._where
+
+    @property
     def names(self) -> list[str]:
         return list(self._values)
 

@@ -11,7 +11,8 @@ from cluster.errors import CheckpointError, ConfigError
 from cluster.model_folder import CONTEXT_NAMES
 from engine.json_fields import Fields, read_json
 from engine.models.config import ModelConfig
-from engine.models.registry import FAMILIES, read_config
+from engine.models.family import read_num_layers
+from engine.models.registry import FAMILIES, architecture_of, read_config
 from simulate.known_models import KNOWN_MODELS
 from simulate.shapes import ExpertsShape, LatentShape, ModelShape
 
@@ -56,7 +57,7 @@ def read_shape(values: dict[str, Any], where: str, name: str) -> ModelShape:
         found = next((values[key] for key in (field, *others) if values.get(key) is not None), None)
         values = values if found is None else {**values, field: found}
     fields = Fields(values, where)
-    architecture = str((values.get("architectures") or [""])[0])
+    architecture = architecture_of(fields)
     served = _served(fields)
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     is_gated = architecture.startswith(_GATED) or not architecture.startswith(_NOT_GATED)
@@ -67,7 +68,7 @@ def read_shape(values: dict[str, Any], where: str, name: str) -> ModelShape:
         quantization=_quantization(fields, where),
         hidden_size=hidden,
         intermediate_size=fields.size("intermediate_size", None if is_gated else 4 * hidden),
-        num_hidden_layers=fields.size("num_hidden_layers"),
+        num_hidden_layers=read_num_layers(fields),
         num_attention_heads=heads,
         num_key_value_heads=1 if fields.flag("multi_query") else fields.size("num_key_value_heads", heads),
         head_dim=served.head_dim if served else fields.size("head_dim", max(1, hidden // heads)),
@@ -80,7 +81,7 @@ def read_shape(values: dict[str, Any], where: str, name: str) -> ModelShape:
         has_qkv_bias=served.attention_bias if served else has_bias,
         has_output_bias=served.attention_output_bias if served else has_bias,
         has_mlp_bias=served.mlp_bias if served else fields.flag("mlp_bias"),
-        experts=_experts(fields, served),
+        experts=_experts_of(served) if served else _experts(fields),
         latent=_latent(fields),
     )
     if shape.latent is None and heads % shape.num_key_value_heads:
@@ -103,6 +104,8 @@ def _refuse_other_models(values: dict[str, Any], where: str) -> None:
         raise CheckpointError(f"{where}: is_encoder_decoder is true; plans are for decoder-only models")
     has_interval = values.get("full_attention_interval") not in (None, 1)  # Qwen3-Next's, which may name no types
     types = values.get("layer_types") or values.get("layers_block_type") or ["linear_attention"] * has_interval
+    if not isinstance(types, list):
+        raise CheckpointError(f"{where}: layer_types and layers_block_type must be lists (one is {types!r})")
     other = next((t for t in types if str(t).startswith(_OTHER_LAYERS)), None)
     if other is not None:
         raise CheckpointError(
@@ -140,14 +143,31 @@ def _quantization(fields: Fields, where: str) -> QuantizationName:
     )
 
 
-def _experts(fields: Fields, served: ModelConfig | None) -> ExpertsShape | None:
+def _experts_of(served: ModelConfig) -> ExpertsShape | None:
+    experts = served.experts
+    if experts is None:
+        return None
+    return ExpertsShape(
+        num_layers=experts.num_layers,
+        num_routed=experts.num_experts,
+        num_per_token=experts.num_per_token,
+        intermediate_size=experts.intermediate_size,
+        shared_intermediate_size=experts.shared_intermediate_size,
+        has_shared_gate=experts.shared_intermediate_size > 0 and experts.has_shared_gate,
+        num_biases=experts.num_biases,
+    )
+
+
+def _experts(fields: Fields) -> ExpertsShape | None:
+    """Reads the experts of a model that is not served, by the fields that most have."""
     if fields.get("n_routed_experts") is None:
         return None
-    num_layers, inner = fields.size("num_hidden_layers"), fields.size("moe_intermediate_size", _dense_size(fields))
-    shared = fields.get("shared_expert_intermediate_size") or (fields.get("n_shared_experts") or 0) * inner
-    dense = fields.get("mlp_only_layers") or ()
-    first, step = fields.get("first_k_dense_replace") or 0, fields.size("moe_layer_freq", 1)
-    every = fields.size("decoder_sparse_step", 1)
+    num_layers, inner = read_num_layers(fields), fields.size("moe_intermediate_size", _dense_size(fields))
+    shared = fields.count("shared_expert_intermediate_size", 0) or fields.count("n_shared_experts", 0) * inner
+    first, step = fields.count("first_k_dense_replace", 0), fields.size("moe_layer_freq", 1)
+    every, dense = fields.size("decoder_sparse_step", 1), fields.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise CheckpointError(f"{fields.where}: mlp_only_layers must be a list of layers (got {dense!r})")
     layers = [n for n in range(first, num_layers) if n % step == 0 and (n + 1) % every == 0 and n not in dense]
     return ExpertsShape(
         num_layers=len(layers),
@@ -156,7 +176,6 @@ def _experts(fields: Fields, served: ModelConfig | None) -> ExpertsShape | None:
         intermediate_size=inner,
         shared_intermediate_size=shared,
         has_shared_gate=fields.get("shared_expert_intermediate_size") is not None,
-        num_biases=served.experts.num_biases if served and served.experts else 0,
     )
 
 

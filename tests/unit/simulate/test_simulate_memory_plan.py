@@ -137,15 +137,26 @@ def test_a_mistake_is_named_with_its_remedy(options: str, says: str) -> None:
         ({"full_attention_interval": 4}, "layers of type 'linear_attention' keep a state of their own"),
         ({"quantization_config": {"quant_method": "x"}}, "quant_method 'x' is not known here"),
         ({"torch_dtype": "int8"}, "dtype 'int8' is unknown"),
+        ({"layers_block_type": 3}, "layer_types and layers_block_type must be lists (one is 3)"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 10,000"),
+        ({"num_experts": 8, "mlp_only_layers": 1}, "mlp_only_layers must be a list of layers (got 1)"),
+        ({"num_experts": 8, "first_k_dense_replace": 0.5}, "first_k_dense_replace must be an integer from 0 on"),
+        ({"num_experts": 8, "n_shared_experts": "x"}, "n_shared_experts must be an integer from 0 on (got 'x')"),
     ],
 )
-def test_a_config_that_is_no_decoder_is_refused_by_its_field(fields: dict[str, Any], says: str) -> None:
+def test_a_config_that_cannot_be_planned_for_is_refused_by_its_field(fields: dict[str, Any], says: str) -> None:
     values = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
     values |= {"vocab_size": 1000, "max_position_embeddings": 4096, **fields}
     with pytest.raises(CheckpointError) as caught:
         read_shape(values, "config.json", "a model")
     assert says in str(caught.value)
     assert str(caught.value).startswith("config.json: ")
+
+
+def test_architectures_that_are_no_list_are_those_of_an_unknown_model() -> None:
+    values = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    values |= {"vocab_size": 100, "max_position_embeddings": 128}
+    assert not read_shape({**values, "architectures": 3}, "config.json", "m").is_served
 
 
 def test_the_document_of_a_config_file_of_a_family_that_is_not_served(tmp_path: Path) -> None:
