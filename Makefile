@@ -197,7 +197,8 @@ smoke: $(READY)
 
 families: $(READY)
 	$(PY) -m pytest -q -m "battery or not battery" tests/unit/engine/test_engine_families.py \
-	  tests/unit/worker/test_worker_windows.py tests/integration/test_integration_handoff.py \
+	  tests/unit/engine/test_engine_parity.py tests/unit/worker/test_worker_windows.py \
+	  tests/integration/test_integration_parity.py tests/integration/test_integration_handoff.py \
 	  tests/integration/test_integration_kv_kinds.py $(ARGS)
 
 malformed: $(READY)

@@ -55,7 +55,9 @@ class Transformers:
         return Reference(token_ids, chosen.tolist(), float((best[:, 0] - best[:, 1]).min()))
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(
+    scope="module", params=[*MODELS[:2], *(pytest.param(name, marks=pytest.mark.battery) for name in MODELS[2:])]
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if request.param == BUNDLED_MODEL.name:
         return BUNDLED_MODEL

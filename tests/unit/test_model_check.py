@@ -31,7 +31,10 @@ def layered_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
         ONE_FAULT,
         Bounds("no fault", num_faults=0),
         Bounds("two slots", num_tokens=2, num_faults=1),
-        Bounds("two attempts", num_attempts=2, num_tokens=1, num_slots=1, num_faults=1, other_sender=True),
+        pytest.param(
+            Bounds("two attempts", num_attempts=2, num_tokens=1, num_slots=1, num_faults=1, other_sender=True),
+            marks=pytest.mark.battery,
+        ),
         Bounds("shared pages", num_tokens=2, num_slots=1, num_faults=1, shares_pages=True),
     ],
     ids=lambda bounds: bounds.name,

@@ -22,6 +22,8 @@ from engine.step_input import SequenceSlice
 from engine.tp import TPGroup
 
 PROMPT_LENGTHS = (1, 15, 16, 17, 100, 1000)
+SHORT = (1, 17, 100)
+"""`make test` takes one configuration of each family through these, `make families` every one through all."""
 NUM_GENERATED = 64
 NEAR = 1e-4
 """Logits may differ by so much; of two tokens that are closer, either may be chosen."""
@@ -30,13 +32,11 @@ TP_TOKENS = 40
 
 
 def _cases() -> list[object]:
-    """The first case of a kind runs always."""
-    seen: set[str] = set()
-    cases: list[object] = []
-    for name, (kind, _) in FAMILY_CASES.items():
-        cases.append(pytest.param(name, marks=[pytest.mark.battery] if kind in seen else []))
-        seen.add(kind)
-    return cases
+    """Names of `FAMILY_CASES` and lengths of prompts."""
+    first_of_kinds = {kind: name for name, (kind, _) in reversed(FAMILY_CASES.items())}
+    short = [pytest.param((name, SHORT), id=f"{name}, short prompts") for name in first_of_kinds.values()]
+    whole = [pytest.param((name, PROMPT_LENGTHS), id=name, marks=pytest.mark.battery) for name in FAMILY_CASES]
+    return [*short, *whole]
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,11 @@ class Model:
 
 @pytest.fixture(scope="module", params=_cases())
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    kind, overrides = FAMILY_CASES[request.param]
+    name, lengths = request.param
+    kind, overrides = FAMILY_CASES[name]
     folder = make_checkpoint(kind, tmp_path_factory.mktemp("family"), **overrides)
     generator = torch.Generator().manual_seed(7)
-    prompts = [torch.randint(1, VOCAB_SIZE, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]
+    prompts = [torch.randint(1, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
     return Model(folder, *_generate(make_runner(folder, num_blocks=NUM_BLOCKS), prompts))
 
 

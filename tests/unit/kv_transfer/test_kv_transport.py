@@ -157,7 +157,7 @@ def test_closed_pairs_leave_no_thread_and_no_descriptor_behind(transport: str, s
     before = count_resources()
     sender: Pair
     receiver: Pair
-    for number in range(200):
+    for number in range(60):
         sender, receiver = make_both(transport, store_address, f"e{number}/0-0")
         if number % 10 == 0:
             with pytest.raises(TransferFailed) as caught:
