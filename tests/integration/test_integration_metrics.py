@@ -46,9 +46,10 @@ def read(one: Worker) -> Page:
 
 
 def settled(one: Worker, condition: Callable[[Page], object]) -> Page:
-    """The page as soon as `condition` holds of it."""
+    """The page as soon as `condition` holds of it; one without blocks was read while the worker was too busy to say
+    what it holds."""
     deadline, never = time.monotonic() + 20, threading.Event()
-    while not condition(page := read(one)):
+    while ("blocks", "held") not in (page := read(one)) or not condition(page):
         assert time.monotonic() < deadline, page
         never.wait(0.01)
     return page
