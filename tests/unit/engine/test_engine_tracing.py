@@ -17,6 +17,7 @@ import pytest
 import torch
 from _pytest.mark import ParameterSet
 from checkpoints import KINDS, VOCAB_SIZE, make_checkpoint
+from engine_steps import step_of
 from fake_cuda import DEVICE, EmptyCheckpoint, Launches, Waited, fake_cuda
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch._subclasses.fake_tensor import DataDependentOutputException
@@ -63,13 +64,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: make_checkpoint(kind, tmp_path_factory.mktemp(kind)) for kind in KINDS}
 
 
-def _runner(folder: Path, attention: str, tp: TPGroup | None = None, **formats: Any) -> ModelRunner:
+def _runner(
+    folder: Path, attention: str, tp: TPGroup | None = None, num_blocks: int = 8, **formats: Any
+) -> ModelRunner:
     return ModelRunner(
         folder,
         tp=tp or SingleGroup(),
         device="cuda",
         block_size=BLOCK_SIZE,
-        num_blocks=8,
+        num_blocks=num_blocks,
         attention=attention,
         open_weights=EmptyCheckpoint,
         **formats,
@@ -152,6 +155,46 @@ def test_experts_are_chosen_and_multiplied_without_a_wait(kind: str, tmp_path: P
         for step in (DECODE, MIXED):
             assert any("_grouped_mm" in name for name in _launched(alone, step).names)
             assert _launched(ranks[0], step).names == _launched(ranks[1], step).names
+
+
+_WIDE = {"moe_intermediate_size": 32}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma3": {},
+    "gpt-oss": {"intermediate_size": 64},
+    "deepseek-v3": _WIDE,
+    "qwen3-next": _WIDE | {"shared_expert_intermediate_size": 32},
+    "gemma2": {},
+    "phi3": {},
+    "granite": {},
+    "olmo2": {},
+    "olmo3": {},
+    "glm4": {},
+    "smollm3": {},
+    "deepseek-v2": _WIDE,
+    "glm4-moe": _WIDE,
+}
+"""With sizes that a grouped product takes on two ranks. `make test` has the first: windows, sinks, latents, states."""
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.battery] if n > 3 else []) for n, kind in enumerate(FAMILIES)]
+)
+def test_a_step_of_any_family_stays_on_its_device_and_waits_for_nothing(kind: str, tmp_path: Path) -> None:
+    """On the attention that is chosen for it. The convolution over a prompt of a state has no fake without CUDA."""
+    folder = make_checkpoint(kind, tmp_path, dtype="bfloat16", **FAMILIES[kind])
+    attention = "auto" if kind.startswith("deepseek") else BACKENDS[-1]
+    generated = [SequenceSlice((1,), 7, (block,), True) for block in range(3)]
+    mixed = [SequenceSlice((1,), 300, (3, 4), True), SequenceSlice((1,) * 40, 9, (0,), True)]
+    with fake_cuda():
+        alone, *ranks = (
+            _runner(folder, attention, tp, num_blocks=32, dtype="bfloat16")
+            for tp in (None, *(ProcessGroupTP(FakeProcessGroup._create_internal(rank, 2)) for rank in range(2)))
+        )
+        for slices in (generated,) if kind == "qwen3-next" else (generated, mixed):
+            step = step_of(alone, slices)
+            assert _launched(alone, step).total > 0
+            first, second = (_launched(rank, step).names for rank in ranks)
+            assert first == second or kind == "gpt-oss"  # of whose outputs' biases the first rank adds all
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
