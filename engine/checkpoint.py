@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,9 +125,11 @@ class Checkpoint(TensorFiles):
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.describe(part.name)} cannot be read: {error}; fetch the file again") from None
 
-    def leave(self, prefix: str) -> None:
-        """Takes tensors whose names begin so for read: another rank reads them."""
-        self._unread = {name for name in self._unread if not name.startswith(prefix)}
+    def leave(self, prefix: str, numbers: Iterable[int]) -> None:
+        """Takes tensors `prefix.N.*` with these numbers for read: another rank reads them."""
+        left, start = {str(number) for number in numbers}, len(prefix) + 1
+        under = {name for name in self._unread if name.startswith(f"{prefix}.")}
+        self._unread -= {name for name in under if name[start:].partition(".")[0] in left}
 
     def discard_zeros(self, ending: str) -> None:
         """Counts tensors with this ending as read where they are nothing but zeros: adding them would do nothing."""

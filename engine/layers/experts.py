@@ -138,9 +138,7 @@ class RoutedExperts:
         sizes = hidden_size, config.intermediate_size
         slices = replace(loader, tp=ExpertSlices(loader.tp, config.num_groups))
         self.experts = kind(f"{name}.experts", held, sizes, config, slices)
-        for n in range(config.num_experts):
-            if n not in held:
-                loader.checkpoint.leave(f"{name}.experts.{n}.")
+        loader.checkpoint.leave(f"{name}.experts", set(range(config.num_experts)) - set(held))
         self.num_tokens = torch.zeros(config.num_experts, dtype=torch.int64, device=loader.device)
         """Tokens that each expert got, those of other ranks included; of CUDA graphs also what pads their steps."""
         if self.experts.native is not None:

@@ -184,6 +184,19 @@ def test_a_folder_of_other_weights_is_refused(folder: Path) -> None:
     assert "holds no *.safetensors" in _refusal(folder)
 
 
+def test_what_another_rank_reads_is_left_by_the_numbers_of_experts(tmp_path: Path) -> None:
+    folder = make_checkpoint("mixtral", tmp_path, num_hidden_layers=1)
+    prefix = "model.layers.0.block_sparse_moe"
+    with Checkpoint(folder) as checkpoint:
+        before = checkpoint.num_unread((f"{prefix}.experts.",))
+        checkpoint.leave(f"{prefix}.experts", [1, 3])
+        assert before == 6 * 3
+        assert checkpoint.num_unread((f"{prefix}.experts.1.", f"{prefix}.experts.3.")) == 0
+        assert (
+            checkpoint.num_unread((f"{prefix}.experts.",)) == 4 * 3 and checkpoint.num_unread((f"{prefix}.gate",)) == 1
+        )
+
+
 def test_loading_says_how_far_it_is(folder: Path) -> None:
     lines: list[str] = []
     group = ThreadGroup.create(1)[0]
