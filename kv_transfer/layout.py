@@ -20,6 +20,8 @@ FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1}
 DTYPES = tuple(_BYTES)
 WIRE_FORMATS = ("native", "int8", "fp8")
+_LIMITS = {"num_layers": 10_000, "num_kv_heads": 65_536, "head_dim": 1 << 20, "tp_size": 1024, "block_size": 1 << 20}
+"""No layout has more; a damaged message may claim billions, over which its reader would go one by one."""
 _CODE_DTYPES = {"int8": "int8", "fp8": "float8_e4m3fn"}
 
 
@@ -59,9 +61,11 @@ class KvLayout:
     """The shape of the states of those layers."""
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "num_kv_heads", "head_dim", "tp_size", "block_size"):
+        for name, most in _LIMITS.items():
             if getattr(self, name) < 1:
                 raise LayoutMismatch(f"KV layout: {name} must be at least 1 (got {getattr(self, name)})")
+            if getattr(self, name) > most:
+                raise LayoutMismatch(f"KV layout: {name} must be at most {most:,} (got {getattr(self, name)})")
         if self.num_planes not in (1, 2):
             raise LayoutMismatch(f"KV layout: num_planes must be 1 (latents) or 2 (got {self.num_planes})")
         if self.dtype not in DTYPES:

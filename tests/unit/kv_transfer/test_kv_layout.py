@@ -99,6 +99,14 @@ def test_an_empty_message_from_a_peer_is_refused_by_name() -> None:
         KvLayout.from_proto(handoff_pb2.KvLayout())
 
 
+@pytest.mark.parametrize("name", ["num_layers", "num_kv_heads", "head_dim", "tp_size", "block_size"])
+def test_billions_that_a_damaged_message_claims_are_refused_at_once(name: str) -> None:
+    message = LAYOUT.to_proto()
+    setattr(message, name, 2**32 - 4)
+    with pytest.raises(LayoutMismatch, match=f"{name} must be at most"):
+        KvLayout.from_proto(message)
+
+
 def test_an_unknown_dtype_is_refused_with_those_that_are_served() -> None:
     with pytest.raises(LayoutMismatch, match="'int3' is not served; use one of float32, bfloat16, float16"):
         replace(LAYOUT, dtype="int3")
