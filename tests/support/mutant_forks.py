@@ -25,10 +25,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "mutants"
 LIBRARIES = ("grpc", "numpy", "openai", "prometheus_client", "starlette", "tokenizers", "torch", "transformers", "yaml")
-CPU_S, DATA_BYTES = 90, 8 << 30
+"""The libraries that every run has already."""
+CPU_S, DATA_BYTES = 180, 8 << 30
 """What one fork may use."""
 QUIET = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
-"""The libraries that every run has already."""
 
 
 def import_libraries() -> None:
