@@ -42,6 +42,14 @@ def test_a_removed_prompt_is_not_planned_again() -> None:
     assert scheduler.plan(StepBudget(100)) == []
 
 
+def test_a_prompt_that_is_removed_while_it_waits_never_starts() -> None:
+    scheduler = PrefillScheduler(BlockManager(8, 4))
+    one = sequence("a", 8)
+    scheduler.add(one)
+    scheduler.remove(one)
+    assert scheduler.num_waiting == 0 and scheduler.admit() == []
+
+
 def test_outputs_that_were_begun_elsewhere_come_first_in_their_order() -> None:
     scheduler = PrefillScheduler(BlockManager(64, 4))
     for name, salt, known in (("a", b"1", ()), ("b", b"2", (7, 8)), ("c", b"3", ()), ("d", b"4", (9,))):

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
+from fake_worker import LENGTH
 from router_harness import EOS, MAX_MODEL_LEN, TOKENIZER, VOCAB_SIZE, ids
 from wired_router import ManualClock, WiredRouter, logged, run
 
@@ -122,6 +123,30 @@ def test_two_calls_that_resume_at_once_start_it_once_and_one_reads_it() -> None:
         assert sequences_of(router, "d0") == [GENERATION_ID]
         router.dispatcher.cancel(GENERATION_ID, "by the test")
         assert router.dispatcher.context.loads["d0"] == NOTHING
+        await here.stop()
+
+    run(scenario)
+
+
+def test_what_ends_after_its_client_has_left_is_kept_for_a_window_from_its_end() -> None:
+    async def scenario(clock: ManualClock) -> None:
+        router, store = WiredRouter(clock, ["d0"], needs_prefill=False), MemoryStore()
+        await leave_behind(store)
+        here = resumables(router.dispatcher, store)
+        here.start()
+        reader = await here.resume(ASK, ANYONE, is_streaming=True)
+        here.remove(reader)
+        await clock.advance(20.0)
+        (admit,) = router.workers["d0"].take_admits()
+        router.workers["d0"].emit(logged(admit.key, 0, "a", finish_reason=LENGTH))
+        assert reader.live.lifecycle.state is RequestState.FINISHED
+        await clock.advance(15.0)
+        again = await here.resume(ASK, ANYONE, is_streaming=True)
+        assert again.live is reader.live
+        here.remove(again)
+        await clock.advance(31.0)
+        with pytest.raises(NotFound):
+            await here.resume(ASK, ANYONE, is_streaming=True)
         await here.stop()
 
     run(scenario)
