@@ -10,7 +10,7 @@ import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
-from cluster.errors import ConfigError
+from cluster.errors import CheckpointError, ConfigError
 from cluster.model_folder import gguf_file, has_model_file
 from engine.json_fields import Fields, read_json
 from engine.models.config import ModelConfig
@@ -25,7 +25,7 @@ def read_model(path: str | Path, model_impl: str = "auto") -> ModelConfig:
     loads torch and takes seconds, and raises ConfigError if transformers is not installed.
     """
     folder = Path(path)
-    fields = Fields(read_json(folder / "config.json"), "config.json")
+    fields = read_fields(folder)
     if is_foreign(fields, model_impl):
         check_foreign(folder, architecture_of(fields))
         trial = importlib.import_module("engine.models.transformers_trial")
@@ -36,6 +36,17 @@ def read_model(path: str | Path, model_impl: str = "auto") -> ModelConfig:
         stored = importlib.import_module("engine.quantization.stored")
         config = replace(config, packing=stored.read_stored(fields))
     return with_ends(config, folder)
+
+
+def read_fields(folder: Path) -> Fields:
+    """Reads config.json. Raises CheckpointError, also for one that claims the blocks of GGUF and is no GGUF file's."""
+    fields = Fields(read_json(folder / "config.json"), "config.json")
+    if gguf_file(folder) is None and fields.within("quantization_config").get("quant_method") == "gguf":
+        raise CheckpointError(
+            "config.json: quantization_config: quant_method 'gguf' belongs to .gguf files, which bring their own "
+            "configuration; name such a file as model.path"
+        )
+    return fields
 
 
 def with_ends(config: ModelConfig, folder: Path) -> ModelConfig:

@@ -11,11 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from engine.gguf_files import open_tensor_files
-from engine.json_fields import Fields, read_json
 from engine.models.config import LatentConfig, ModelConfig
 from engine.models.delta_net import DeltaNetConfig
 from engine.models.experts import ExpertNames, ExpertsConfig
-from engine.models.folder import check_foreign, is_foreign, read_model, with_ends
+from engine.models.folder import check_foreign, is_foreign, read_fields, read_model, with_ends
 from engine.models.registry import architecture_of, read_config
 
 Tensor = tuple[str, tuple[int, ...]]
@@ -30,7 +29,7 @@ def check_folder(folder: Path, model_impl: str = "auto", *, needs_weights: bool 
     """Raises CheckpointError for a configuration that is not served, naming the key and what is supported, and for a
     declared tensor that is missing, in two files or of another shape, naming the file and the tensor. Reads no
     weights."""
-    fields = Fields(read_json(folder / "config.json"), "config.json")
+    fields = read_fields(folder)
     config, method = None, fields.within("quantization_config").get("quant_method")
     if is_foreign(fields, model_impl):
         check_foreign(folder, architecture_of(fields))

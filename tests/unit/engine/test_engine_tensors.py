@@ -135,6 +135,8 @@ def test_a_folder_without_weights_is_enough_for_timed_steps(folder: Path) -> Non
     [
         ({"architectures": ["OddForCausalLM"]}, "architecture 'OddForCausalLM' is not supported; Baton serves Llama"),
         ({"rope_parameters": {"rope_type": "odd"}}, "rope_type 'odd' is not supported; Baton computes default"),
+        ({"quantization_config": {"quant_method": "gguf"}}, "quant_method 'gguf' belongs to .gguf files"),
+        ({"quantization_config": [1]}, "quantization_config must be an object (got [1])"),
         ({"quantization_config": {"quant_method": "odd"}}, "quant_method 'odd' is not supported; Baton reads awq"),
     ],
 )
