@@ -135,7 +135,7 @@ class SavedCluster(JsonSettings):
     """The state that a controller saves for the next one, after each change."""
 
     config: ServingConfig
-    """As last applied."""
+    """The configuration as last applied."""
     engine: EngineSection
     """Engine settings that workers here were started with, where a role does not say otherwise."""
     version: int = 1
@@ -150,7 +150,7 @@ class SavedCluster(JsonSettings):
     has_served: bool = False
     workers: tuple[SavedWorker, ...] = ()
     routers: tuple[SavedRouter, ...] = ()
-    """By their numbers."""
+    """The routers by their numbers."""
     life: int = 1
     """Controllers that this cluster has had."""
     num_early_deaths: int = 0

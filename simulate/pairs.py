@@ -35,7 +35,7 @@ class Posted:
     done: Done
     slot: int
     landing: tuple[Chunk, list[int]] | None = None
-    """Of a receive: what lands, and the block table that it lands in."""
+    """The chunk that a receive lands, and the block table that it lands in; None: it is a send."""
 
 
 class Gathered(NamedTuple):

@@ -41,7 +41,7 @@ class Clockwork(Protocol):
     def flows(self) -> Flows: ...
     @property
     def cores(self) -> Cores | None:
-        """Of the machine that all its programs run on; None: none of them waits for another."""
+        """The processors of the machine that all its programs run on; None: none of them waits for another."""
         ...
 
     @property
@@ -59,7 +59,7 @@ class Clockwork(Protocol):
 
 
 class SimulatedRanks:
-    """Of one worker. `post` gives a call to its engine thread."""
+    """The ranks of one worker. `post` gives a call to its engine thread."""
 
     def __init__(
         self,

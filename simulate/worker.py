@@ -47,7 +47,7 @@ PROBE_S = 0.0371
 """Virtual seconds between two looks at whether a watched engine sleeps over its work."""
 
 SOME_CURVE = LinearCurve(StepCost(4e-3, 5e-5, 1e-9, 1e-5, 1e-8))
-"""Of the order of an 8B model on a GPU of 2024, for runs in which it does not matter."""
+"""A cost of the order of an 8B model on a GPU of 2024, for runs in which it does not matter."""
 
 
 @dataclass(frozen=True)

@@ -376,7 +376,7 @@ class BlockManager:
             self._changes.evict(evicted)
 
     def _there(self, blocks: Sequence[int]) -> Sequence[int]:
-        """Those of a table that are blocks."""
+        """Returns the blocks that a table names."""
         return [block for block in blocks if block >= 0] if self.has_windows else blocks
 
     def _require_held(self, blocks: Sequence[int], action: str) -> None:

@@ -158,7 +158,7 @@ class Constrainer:
 
     @classmethod
     def from_folder(cls, folder: Path, vocab_size: int, limits: GrammarLimits | None = None) -> Constrainer | None:
-        """None where there is no tokenizer: nothing can be constrained there."""
+        """Returns None where there is no tokenizer: nothing can be constrained there."""
         path = folder / "tokenizer.json"
         return cls(lambda: read_model_file(path).decode("utf-8"), vocab_size, limits) if has_model_file(path) else None
 

@@ -48,7 +48,7 @@ class Tokenizer:
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._bytes_of: dict[int, bytes] = {}
         self._whole: dict[int, str] = {}
-        """As `ByteDetokenizer` has it."""
+        """Whole characters by token, as `ByteDetokenizer` has them."""
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:

@@ -83,7 +83,7 @@ class Fleet:
         self._num_requests = num_requests
         self._workers: dict[str, WorkerClient] = {}
         self._in_order: list[WorkerClient] = []
-        """By id."""
+        """The workers in the order of their ids."""
         self._usual = {role: CandidatePool[WorkerClient]() for role in (PREFILL, DECODE)}
         """Workers that may get new work."""
         self._slow = {role: CandidatePool[WorkerClient]() for role in (PREFILL, DECODE)}

@@ -106,7 +106,7 @@ class _Decode(NamedTuple):
     """Seconds from the first token to the last, hand-off included."""
     worker_id: str
     local_end_s: float
-    """As `handed_end_s` if this worker also computes the prompt, plus the delay that adds to every running sequence."""
+    """Like `handed_end_s` if this worker also computes the prompt, plus the delay for every running sequence."""
     num_others: int
     own: _Prefill
     """Prediction for the prompt on this worker."""
@@ -193,7 +193,7 @@ class Predicted(Policy):
     def _few_of_each(
         self, request: RoutingRequest, prefill: Candidates, decode: Candidates
     ) -> tuple[Iterable[Candidate], Iterable[Candidate]]:
-        """Those of both roles, all with the same weights, among which the best pair should be."""
+        """Returns those of both roles, all with the same weights, among which the best pair should be."""
         return (
             self._few(prefill, request, self._long_prompt_s, self._prompt_s),
             self._few(decode, request, self._output_s, self._own_prompt_s),
