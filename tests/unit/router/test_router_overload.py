@@ -8,6 +8,7 @@ from wired_router import ManualClock, run
 
 from cluster.errors import Overloaded
 from router.queue.admission import AdmissionRequest
+from router.queue.waiting_queue import _SWEEP_S
 from router.routing.load_tracker import RequestLoad
 
 
@@ -39,6 +40,23 @@ def test_those_far_back_that_will_be_late_are_shed_when_another_is_refused() -> 
         in_time = admission.max_wait_s * SLOTS / SERVICE_S
         assert cluster.refused["overload"] == 1 and cluster.refused["shed"] == pytest.approx(40 - in_time, abs=2)
         assert not any(client.live.is_over for client in cluster.clients[20 : 20 + SLOTS + int(in_time) - 1])
+
+    run(scenario)
+
+
+def test_the_queue_is_looked_through_for_those_that_will_be_late_once_in_a_while() -> None:
+    async def scenario(clock: ManualClock) -> None:
+        cluster = Cluster(clock)
+        await cluster.learn()
+        for _ in range(SLOTS + 40):
+            cluster.submit()
+        cluster.router.dispatcher.admission.overload.add_refusal(clock())
+        num_shed = []
+        for seconds in (0.0, 0.9 * _SWEEP_S, 0.2 * _SWEEP_S):
+            await clock.advance(seconds)  # nothing ends, so what waits is later
+            assert isinstance(cluster.error_of(cluster.submit()), Overloaded)
+            num_shed.append(cluster.refused["shed"])
+        assert 0 < num_shed[0] == num_shed[1] < num_shed[2]
 
     run(scenario)
 
