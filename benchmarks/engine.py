@@ -147,7 +147,7 @@ class Bench:
         table = tuple(range(-(-num_tokens // self._block_size)))
         for start in range(num_cached, num_tokens, self._chunk):
             end = min(start + self._chunk, num_tokens)
-            ids = tuple(range(3, 3 + end - start))
+            ids = tuple(3 + i % (self.config.vocab_size - 3) for i in range(end - start))
             piece = SequenceSlice(ids, start, table, end == num_tokens)
             logits = self.runner.forward(build_step([piece], self._block_size))
         self._sampler.sample(logits, [SampleRow(self._params, 0, ids, [])])

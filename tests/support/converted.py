@@ -13,10 +13,12 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from gguf_files import decoded_folder, write_gguf
+from mxfp4_checkpoints import round_to_mxfp4
 from packed_checkpoints import LINEARS, Format, Tensors, packed_tensors, scaled_tensors
 from safetensors.torch import load_file, save_file
 
@@ -40,6 +42,10 @@ FORMATS: dict[str, Format] = {
     "GPTQ": Format("gptq", _GROUP, is_symmetric=True),
     "GPTQ, desc_act": Format("gptq", _GROUP, is_symmetric=True, is_shuffled=True),
 }
+_ALPHA = 1.702
+"""gpt-oss's gate is x * sigmoid(alpha * x), where Llama's alpha is 1."""
+_UP = 64.0
+"""Factor of what the gate multiplies, beside which gpt-oss adds 1: large, so that bfloat16 rounds little there."""
 GGUF_TYPES = ("F16", "Q8_0", "Q4_0", "Q4_K", "Q6_K")
 
 
@@ -48,6 +54,7 @@ def convert(folder: Path, target: Path) -> Iterator[tuple[str, Path, Path]]:
     float32 that says the same."""
     for number, (name, fmt) in enumerate(FORMATS.items()):
         yield name, *_convert(folder, target / str(number), fmt)
+    yield "MXFP4 (gpt-oss)", *_convert_to_mxfp4(folder, target / "mxfp4")
     for kind in GGUF_TYPES:
         below = target / kind
         below.mkdir(parents=True)
@@ -71,13 +78,67 @@ def _convert(folder: Path, target: Path, fmt: Format) -> tuple[Path, Path]:
             continue
         parts, said[name] = rounding(fmt, tensor.float())
         held |= {f"{layer}.{part}": value for part, value in parts.items()}
-    save_file(held, packed / "model.safetensors", metadata={"format": "pt"})
-    save_file(said, decoded / "model.safetensors", metadata={"format": "pt"})
-    for where, changes in ((packed, {"quantization_config": fmt.config()}), (decoded, {"dtype": "float32"})):
-        config = json.loads((where / "config.json").read_text())
-        config.pop("torch_dtype", None)
-        (where / "config.json").write_text(json.dumps({**config, **changes}))
+    _write(packed, held, quantization_config=fmt.config())
+    _write(decoded, said, dtype="float32")
     return packed, decoded
+
+
+def _write(folder: Path, tensors: Tensors, **changes: Any) -> None:
+    """Replaces the tensors of a folder, and some of its config."""
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def _convert_to_mxfp4(folder: Path, target: Path) -> tuple[Path, Path]:
+    """The format is of gpt-oss's experts alone: a Llama becomes a gpt-oss with one expert in each layer."""
+    packed, decoded = target / folder.name, target / "decoded"
+    shutil.copytree(folder, packed)
+    shutil.copytree(folder, decoded)
+    plain, changes = as_gpt_oss(folder)
+    held, said = dict(plain), {name: tensor.float() for name, tensor in plain.items()}
+    for name in [name for name in plain if name.endswith(("gate_up_proj", "down_proj"))]:
+        weight = held.pop(name).transpose(1, 2)  # outputs before inputs
+        held[f"{name}_blocks"], held[f"{name}_scales"], exact = round_to_mxfp4(weight)
+        said[name] = exact.transpose(1, 2).contiguous()
+    _write(packed, held, **changes, quantization_config={"quant_method": "mxfp4"})
+    _write(decoded, said, **changes, dtype="float32")
+    return packed, decoded
+
+
+def as_gpt_oss(folder: Path) -> tuple[Tensors, dict[str, Any]]:
+    """Returns the tensors of a Llama's folder as those of the gpt-oss that computes the same, experts in float32, and
+    what its config.json says instead: one expert, sinks that take nothing, a clamp and a window out of reach."""
+    config = json.loads((folder / "config.json").read_text())
+    heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
+    changes: dict[str, Any] = {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "num_local_experts": 1,
+        "num_experts_per_tok": 1,
+        "attention_bias": False,
+        "layer_types": ["full_attention"] * layers,
+        "swiglu_limit": 1e4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config["rope_theta"]},
+    }
+    found = load_file(folder / "model.safetensors")
+    tensors = {name: tensor for name, tensor in found.items() if ".mlp." not in name}
+    for layer in range(layers):
+        block = f"model.layers.{layer}"
+        gate, up, down = (found[f"{block}.mlp.{name}_proj.weight"].float() for name in ("gate", "up", "down"))
+        num_outputs, num_inputs = gate.shape
+        both = torch.stack([gate / _ALPHA, up * _UP], dim=1).flatten(0, 1)  # outputs of the two in turn
+        tensors |= {
+            f"{block}.self_attn.sinks": torch.full((heads,), -1e4),
+            f"{block}.mlp.router.weight": torch.zeros(1, num_inputs),
+            f"{block}.mlp.router.bias": torch.zeros(1),
+            f"{block}.mlp.experts.gate_up_proj": both.T[None].contiguous(),
+            f"{block}.mlp.experts.gate_up_proj_bias": torch.tensor([[0.0, -1.0] * num_outputs]),
+            f"{block}.mlp.experts.down_proj": (down.T[None] * _ALPHA / _UP).contiguous(),
+            f"{block}.mlp.experts.down_proj_bias": torch.zeros(1, num_inputs),
+        }
+    return tensors, changes
 
 
 def _in_eight_bits(fmt: Format, weight: torch.Tensor) -> Rounded:
