@@ -16,17 +16,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.failure_detector import FailureTimeouts
-from cluster.kv_groups import KvGroup, group_layers, num_rows
+from cluster.kv_groups import KvGroup, group_layers
 from cluster.pb import generation_pb2, worker_pb2
 from cluster.settings import WorkerSettings
-from engine.json_fields import Fields
 from engine.kv.block_manager import BlockManager
-from engine.model_cost import kv_layer_bytes
 from engine.model_runner import ModelRunner
-from engine.models.registry import read_config
 from engine.sampling.params import SampledToken, SampleRow
 from engine.sampling.sampler import Sampler
-from engine.sequence import AHEAD_TOKENS, most_blocks
+from engine.sequence import most_blocks
 from engine.step_input import StepInput
 from worker.core import Core, Inbox
 from worker.handoff_connection import HandoffContext
@@ -45,33 +42,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral, window of 3": ("mistral", {"sliding_window": 3}),
     **{kind: (kind, {}) for kind in ("deepseek-v2", "deepseek-v3", "qwen3-next")},
     "qwen3": ("qwen3", {"use_sliding_window": True, "sliding_window": 50, "max_window_layers": 2}),
-}
-GPT_OSS_20B = {
-    "architectures": ["GptOssForCausalLM"],
-    "vocab_size": 201_088,
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "max_position_embeddings": 131_072,
-    "sliding_window": 128,
-    "num_local_experts": 32,
-    "num_experts_per_tok": 4,
-}
-GEMMA_3_1B = {
-    "architectures": ["Gemma3ForCausalLM"],
-    "vocab_size": 262_144,
-    "hidden_size": 1152,
-    "intermediate_size": 6912,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 256,
-    "max_position_embeddings": 32_768,
-    "sliding_window": 512,
-    "sliding_window_pattern": 6,
 }
 LAYERS: list[Any] = [
     *[((None, 5), ()), ((None, 1), ()), ((3, 3), ()), ((None, 2, 7), ()), ((6, None, 6, 6), ()), ((17,), ())],
@@ -365,41 +335,6 @@ def test_a_conversation_goes_on_from_the_prefix_cache(folder_of: Any, name: str)
     bench.admit("again", second)
     bench.run()
     assert bench.output("again") == expected(folder, second)
-
-
-@pytest.mark.parametrize(
-    ("fields", "whole_mb", "prompt_mb", "decode_mb"),
-    [(GPT_OSS_20B, 1573, 840, 790), (GEMMA_3_1B, 852, 194, 144)],
-    ids=["gpt-oss-20b", "gemma-3-1b"],
-)
-def test_at_32k_tokens_a_window_holds_no_more_than_it_needs(
-    fields: dict[str, Any], whole_mb: int, prompt_mb: int, decode_mb: int
-) -> None:
-    """MB of KV in bfloat16: of every layer in full, the most that is held during the prompt, and while decoding."""
-    config = read_config(Fields(fields, "config.json"))
-    groups, size, length, num_output = config.kv_groups, 16, 32_000, 10
-    blocks = BlockManager(most_blocks(groups, length + num_output, size), size, groups=groups)
-    bench = Bench(None, ranks=NoRanks(), blocks=blocks)
-    bench.admit("long", prompt_of(length), most=num_output)
-    prompt, decoding = [0] * len(groups), [0] * len(groups)
-    while bench.core.turn(wait=False):
-        for sequence in bench.core.decode.running:
-            tables = [sequence.block_table[place :: len(groups)] for place in range(len(groups))]
-            held = [sum(block >= 0 for block in table) for table in tables]
-            assert sum(held) == blocks.num_held
-            most = decoding if sequence.num_computed_tokens > length else prompt
-            most[:] = map(max, most, held)
-
-    for group, of_prompt, of_decoding in zip(groups, prompt, decoding, strict=True):
-        if group.window is None:
-            assert of_decoding == -(-(length + num_output) // size)
-        else:
-            assert of_decoding <= -(-group.window // size) + 1
-            assert of_prompt <= -(-(group.window + AHEAD_TOKENS) // size) + 1
-    layer_bytes = kv_layer_bytes(config, 1, "bfloat16")
-    block_mb = size * num_rows(groups) * layer_bytes / 1e6
-    assert round(length * config.num_hidden_layers * layer_bytes / 1e6) == whole_mb
-    assert (round(sum(prompt) * block_mb), round(sum(decoding) * block_mb)) == (prompt_mb, decode_mb)
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
