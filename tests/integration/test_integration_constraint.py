@@ -129,7 +129,8 @@ def test_grammars_that_take_long_hold_up_nobody_and_grow_nothing(cluster: PlainC
     for thread in threads:
         thread.join(WAIT_S)
     assert len(answers) == len(heavy)
-    assert any("cannot be constrained any further" in answer for answer in answers), answers
+    given_up = ("cannot be constrained any further", "to compile; simplify it")  # which of them depends on the machine
+    assert any(reason in answer for answer in answers for reason in given_up), answers
     assert any("cannot be followed" in answer for answer in answers), answers
     assert answers.count("followed") >= 2
     beside.result()
