@@ -1,4 +1,5 @@
-"""What commands share: their common options, clients of a cluster, and errors as a line on stderr and an exit code.
+"""The parts that commands share: their common options, clients of a cluster, and errors as a line on stderr and an exit
+code.
 
 Light to import: `connect` loads gRPC and `table_console` loads rich, so `baton --help` and a wrong flag answer at once.
 """
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from tools.client import AdminClient, BatonClient
 
 INTERRUPTED = 130
-"""What shells report for a program ended by Ctrl-C."""
+"""The exit code that shells report for a program ended by Ctrl-C."""
 
 
 def checked_address(text: str) -> str:

@@ -67,7 +67,7 @@ def _workers(role: RolePlan) -> str:
 
 
 def _advice(findings: PlanFindings) -> str:
-    """What to serve on, in a sentence."""
+    """Returns what to serve on, in a sentence."""
     best = findings.choice.best
     device = findings.planner.question.memory.device.name
     roles = (
@@ -79,7 +79,7 @@ def _advice(findings: PlanFindings) -> str:
 
 
 def _tiles(findings: PlanFindings) -> list[tuple[str, str, str]]:
-    """What the best plan comes to: a name, a value, and what is asked for."""
+    """Returns the figures of the best plan: for each a name, a value, and what is asked for."""
     best, question = findings.choice.best, findings.planner.question
     found, goal = best.estimate, question.goal
     most = findings.most_rates[findings.best_name]
@@ -140,7 +140,7 @@ def _rates(findings: PlanFindings) -> str:
 
 
 def _crossing(line: Sequence[Point], level: float) -> Point:
-    """Where a line first falls through a level; its end, if it does not."""
+    """Returns the point where a line first falls through a level; its end, if it does not."""
     for (x0, y0), (x1, y1) in itertools.pairwise(line):
         if y0 >= level > y1:
             return x0 + (y0 - level) / (y0 - y1) * (x1 - x0), level

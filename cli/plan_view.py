@@ -1,4 +1,4 @@
-"""What `baton plan` found, as text for people and as a JSON document."""
+"""Renders what `baton plan` found, as text for people and as a JSON document."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAMES = 30
 
 @dataclass(frozen=True)
 class PlanFindings:
-    """What was asked, what was compared, and what else is known of the plans, by their names."""
+    """The question, the plans that were compared, and what else is known of the plans, by their names."""
 
     planner: Planner
     choice: PlanChoice
@@ -74,7 +74,7 @@ class PlanFindings:
 
     @property
     def sensitivity(self) -> list[tuple[str, LatencyEstimate]]:
-        """What becomes of the best plan under other loads, by their names."""
+        """The latencies of the best plan under other loads, by the names of the loads."""
         loads = other_loads(self.planner.question.load)
         return [(name, self.planner.under(load, self.choice.best)[1].estimate) for name, load in loads]
 
@@ -145,7 +145,7 @@ def _running(plan: DevicePlan) -> str:
 
 
 def _dollars(question: PlanQuestion, plan: DevicePlan, tokens: float) -> float:
-    """For a million of so many tokens of each request."""
+    """Returns the price of a million tokens in dollars, where each request has so many of them."""
     return plan.num_devices * question.price_per_hour / 3600 / (question.load.rate * tokens) * 1e6
 
 

@@ -50,7 +50,7 @@ class SimulatedLoad(RequestOptions):
 
 
 class FidelityName(StrEnum):
-    """How closely a cluster is simulated."""
+    """The fidelity of a simulation: how closely a cluster is simulated."""
 
     FULL = "full"
     FAST = "fast"

@@ -153,7 +153,7 @@ def stacked_bars(title: str, about: str, rows: Sequence[tuple[str, Sequence[BarP
 
 
 def _apart(begins: Sequence[float], texts: Sequence[str]) -> list[float]:
-    """Where texts of one line begin that stand over their places, or beside one another, left of the right edge."""
+    """Returns where the texts of one line begin, over their places or beside one another, left of the right edge."""
     widths = [6.4 * len(text) + 8 for text in texts]
     found, free = list(begins), 0.0
     for place, width in enumerate(widths):

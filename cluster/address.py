@@ -12,9 +12,9 @@ from collections import Counter
 from enum import Enum
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
-"""Where a router of this machine serves gRPC, unless configured otherwise."""
+"""The address at which a router of this machine serves gRPC, unless configured otherwise."""
 DEFAULT_ADMIN_ADDRESS = "127.0.0.1:50052"
-"""Where the controller serves the AdminService, unless configured otherwise."""
+"""The address at which the controller serves the AdminService, unless configured otherwise."""
 ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Hosts that listen on every address of a machine, and the address to reach each from that machine."""
 

@@ -76,7 +76,7 @@ class ApiKey:
     sha256: str
     """SHA-256 of the key with its prefix: 64 hexadecimal digits, lower case."""
     tenant: str
-    """Whose requests these are. Prefix caches are not shared between tenants."""
+    """The tenant whose requests these are. Prefix caches are not shared between tenants."""
     scopes: tuple[Scope, ...]
     """generate: the GenerationService; admin: the AdminService."""
     weight: float = bounded(1.0, above=0, at_most=1e6)
@@ -84,7 +84,7 @@ class ApiKey:
     quota: KeyQuota = field(default_factory=KeyQuota)
     """Limits of this key."""
     note: str | None = None
-    """For people."""
+    """A remark for people."""
 
 
 def digest_of(key: str) -> str:

@@ -1,4 +1,4 @@
-"""What a worker was computing when its process ended by itself.
+"""The record of what a worker was computing when its process ended by itself.
 
     CrashRecord, in the worker     names the requests of each step before it runs; a fatal signal or `failed` adds why
     CrashReader, in a router       opened while the worker lives, read once the session with it has ended
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SIZE_BYTES = 256 * 1024
-"""Of the part before the cause: some 8,000 requests."""
+"""Bytes of the part before the cause: some 8,000 requests."""
 MOST_CAUSE_BYTES = 16 * 1024
 _MOST_COUNT_BYTES = 16 * 1024
 _MAGIC = b"batoncr1"
@@ -44,7 +44,7 @@ class CrashRecord:
 
     @property
     def path(self) -> str:
-        """Where a process of the same machine and user opens it."""
+        """The path at which a process of the same machine and user opens it."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def follow_signals(self) -> None:
@@ -78,7 +78,7 @@ class CrashRecord:
 
 @dataclass(frozen=True)
 class Crash:
-    """How a process ended by itself."""
+    """The record of a process that ended by itself."""
 
     request_ids: frozenset[str]
     """The requests of the step that ran; empty: none ran."""

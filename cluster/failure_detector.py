@@ -42,7 +42,7 @@ class FailureDetector:
         self._timing = timing
         self._was_heard = False
         self.silence_s = 0.0
-        """As of the latest tick."""
+        """Seconds since the peer was heard, as of the latest tick."""
 
     def heard(self) -> None:
         """Anything at all came from the peer."""

@@ -153,7 +153,7 @@ class FileStore:
             db.execute(_ADD, (_json(entries), b"".join(parts)))
 
     def _num_free(self, db: sqlite3.Connection) -> int:
-        """How many logs may still be begun."""
+        """Returns how many logs may still be begun."""
         fill: tuple[int, int, int] = db.execute(_FILL).fetchone()
         num_records, num_pages, num_unused = fill
         is_full = (num_pages - num_unused) * _PAGE_BYTES >= self._most_bytes

@@ -85,7 +85,7 @@ class GrammarForker:
             self._control.send(CONTROL.pack(KILL, number, 0))
 
     def exit_status(self, number: int) -> int | None:
-        """How a child ended, as `os.waitpid` says; None: unknown, since this process has ended."""
+        """Returns how a child ended, as `os.waitpid` says; None: unknown, since this process has ended."""
         future = self._exits.get(number)
         try:
             return None if future is None else future.result(1.0)

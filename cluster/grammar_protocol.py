@@ -1,4 +1,5 @@
-"""How `cluster.grammar` and its processes (`cluster.grammar_process`) speak: fixed structures, no object is unpickled.
+"""The protocol between `cluster.grammar` and its processes (`cluster.grammar_process`): fixed structures, no object is
+unpickled.
 
 Control socket, whole messages: HELLO with the tokenizer's descriptor and a JSON answer once; then FORK with descriptors
 of a data socket and of the masks, KILL, and FORK back with the number and the exit status of a child that has ended.

@@ -15,7 +15,7 @@ from hashlib import blake2b
 from struct import Struct, calcsize
 
 _TOKEN = "i"
-"""How a token's id is written."""
+"""The `struct` format in which a token's id is written."""
 GROUP = 16
 """Blocks."""
 HASH_BYTES = 16
@@ -76,7 +76,7 @@ class PrefixHashes:
         """The last may be of fewer blocks than the others."""
         self._ends: list[bytes] = []
         self._known: dict[int, bytes] = {}
-        """Those within groups, by the number of blocks up to them."""
+        """Hashes within groups, by the number of blocks up to them."""
 
     def end_of_group(self, group: int) -> bytes:
         """The hash of its last block. Groups before it are looked at first."""

@@ -25,7 +25,7 @@ OLDEST = 1
 
 HEADER = "x-baton-protocol"
 _UNSAID = "1-1"
-"""What a process speaks that says nothing: it is older than the handshake."""
+"""The range that a process speaks which says nothing: it is older than the handshake."""
 _RANGE = re.compile(r"([0-9]{1,9})-([0-9]{1,9})")
 
 

@@ -302,7 +302,7 @@ def _pack(message: Message) -> any_pb2.Any:
 
 
 def _bad_request(violations: Iterable[FieldViolation]) -> error_details_pb2.BadRequest:
-    """As many violations as fit; the first always does."""
+    """Returns as many violations as fit; the first always does."""
     bad = error_details_pb2.BadRequest()
     for violation in violations:
         entry = bad.field_violations.add(field=_clip(violation.field, 200), description=_clip(violation.description))

@@ -118,16 +118,16 @@ class WorkerSettings(JsonSettings):
     step_log: str | None = None
     """File that gets one JSON line for each step: who joined, ran and left."""
     transfer_faults: float = 0.0
-    """For tests: the share of transfers that fail on purpose, in ways that are drawn at random."""
+    """The share of transfers that fail on purpose, in ways that are drawn at random; for tests."""
     insecure: bool = False
     """Allow an address other than loopback without TLS."""
     cluster_token: str = field(default_factory=lambda: os.environ.get(TOKEN_VARIABLE, ""))
-    """What routers, other workers and ranks must show; empty: nothing. By hand it is BATON_CLUSTER_TOKEN, since others
-    see flags."""
+    """The token that routers, other workers and ranks must show; empty: they need none. By hand it is
+    BATON_CLUSTER_TOKEN, since others see flags."""
     has_keys: bool = False
     """The cluster has API keys, so that a page of metrics beyond loopback has TLS."""
     allowed_hosts: tuple[str, ...] = ()
-    """As in `router.allowed_hosts`, for the page of metrics."""
+    """Host names that the page of metrics answers to, as in `router.allowed_hosts`."""
 
 
 @dataclass(frozen=True)
@@ -167,12 +167,12 @@ class RouterSettings(JsonSettings):
     metrics_port: int | None = None
     """Port of the Prometheus page; 0: any free one; None: no page."""
     cluster_token: str = field(default_factory=lambda: os.environ.get(TOKEN_VARIABLE, ""))
-    """What workers want to be shown, and what the control port wants; empty: nothing. By hand, use
+    """The token that workers want to be shown, and that the control port wants; empty: none. By hand, use
     BATON_CLUSTER_TOKEN: other users see flags."""
 
     @property
     def port_sharing(self) -> PortSharing:
-        """How it listens at its ports."""
+        """The way in which it listens at its ports."""
         return PortSharing.JOINED if self.shares_ports or self.is_successor else PortSharing.FIRST
 
 
@@ -236,7 +236,7 @@ class _Value:
 
 
 _TYPES: dict[type[Any], dict[str, Any]] = {}
-"""Those that were looked up: each time takes a millisecond."""
+"""Types that were looked up, by their dataclass: each look-up takes a millisecond."""
 
 
 def _types_of(kind: type[Any]) -> dict[str, Any]:

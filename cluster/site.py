@@ -1,4 +1,5 @@
-"""Which requests of browsers an HTTP server answers: only those that its own pages send, under a name of its own.
+"""Decides which requests of browsers an HTTP server answers: only those that its own pages send, under a name of its
+own.
 
 A site that somebody looks at can point its own name at this machine (DNS rebinding) and so read what is open on
 loopback, or have the browser post to it. The Host header names the server as the browser knows it, Origin the page that

@@ -27,7 +27,7 @@ T = TypeVar("T")
 TIMEOUT_S = 2.0
 """A store that does not answer for so long is away. One that is only slow is waited for."""
 _LOOKS = 8
-"""How often a call looks for its answer before it gives up: a loop that stood still has used up one look."""
+"""Times that a call looks for its answer before it gives up: a loop that stood still has used up one look."""
 FIRST_PROBE_S = 0.1
 LONGEST_PROBE_S = 1.0
 

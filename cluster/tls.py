@@ -116,7 +116,7 @@ class InternalTls:
 
     @property
     def page(self) -> ServerTls:
-        """For a metrics page: encrypted, but a reader needs no certificate, since ours can command workers."""
+        """The TLS of a metrics page: encrypted, but a reader needs no certificate, since ours can command workers."""
         return ServerTls(self.cert, self.key)
 
 

@@ -57,12 +57,12 @@ def token_gates(token: str, who: str, open_services: Iterable[str] = ()) -> tupl
 
 
 def token_file(port: int) -> Path:
-    """Where the controller leaves the token for commands that call its AdminService at that port."""
+    """Returns where the controller leaves the token for commands that call its AdminService at that port."""
     return Path(_FOLDER).expanduser() / f"admin-{port}.token"
 
 
 def leave_token(port: int, token: str) -> None:
-    """For this user's commands. Raises OSError."""
+    """Writes the token into the file where this user's commands find it. Raises OSError."""
     file = token_file(port)
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     replace_text(file, token, 0o600)

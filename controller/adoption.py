@@ -34,7 +34,7 @@ _MAX_DELAY_S = 5.0
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """Which process of a cluster this is."""
+    """The identity of one process of a cluster."""
 
     group: str
     """Name of the worker or the router."""
@@ -42,7 +42,7 @@ class ProcessIdentity:
     size: int = 1
     """Processes that live and die together with it, this one included."""
     epoch: int = 1
-    """Which start of the group it belongs to, counted from 1."""
+    """The start of the group that it belongs to, counted from 1."""
     config_version: int = 1
     """Version of the configuration at that start."""
 
@@ -198,7 +198,8 @@ class SavedCluster(JsonSettings):
 
     @property
     def delay_s(self) -> float:
-        """How long this controller waits first, so that one which dies again and again leaves others the processor."""
+        """Seconds that this controller waits first, so that one which dies again and again leaves others the
+        processor."""
         if self.num_early_deaths <= 1:
             return 0.0
         return min(_MAX_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(self.num_early_deaths - 2, 30))

@@ -47,7 +47,7 @@ class AutoMode:
         self.rebalancer = Rebalancer(*hooks, self._report, device, make_policy)
 
     async def run(self) -> None:
-        """For ever."""
+        """Looks at the load every `_LOOK_EVERY_S` seconds until it is cancelled."""
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             try:

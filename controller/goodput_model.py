@@ -43,7 +43,7 @@ _LEAST_SHARE = 0.02
 _LEAST_ADDED = 0.01
 """Share of a step alone that a prompt adds to a step with sequences at least."""
 _LEAST_WAIT = 2.0
-"""Where the mean prompt takes longer than the objective, so many times its length is the objective."""
+"""The objective as a multiple of the mean prompt's time, where the mean prompt takes longer than the objective."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class _Sequences:
 
 @dataclass(frozen=True)
 class SplitService:
-    """What requests of one kind take of one worker in each role, and what that means for a split."""
+    """The time that requests of one kind take of one worker in each role, and what that means for a split."""
 
     prompts_s: tuple[float, ...]
     """Seconds of prompts that are equally likely on a prefill worker, ascending."""
@@ -150,7 +150,7 @@ class SplitService:
     ttft_s: float
     sequences: _Sequences
     num_sequences: float
-    """Of a request."""
+    """Sequences of a request."""
     idle_share: float
     """Share of a decode worker's time that prompts may have where it generates nothing."""
     output_s: float
@@ -280,7 +280,7 @@ def _spread_of(demand: Demand) -> float:
 
 
 def service_of(usual: TypicalRequest, worker: WorkerModel, slo: SloSection) -> SplitService:
-    """What these requests take of such workers."""
+    """Returns what these requests take of such workers."""
     cost = worker.costs.decode
     ttft_s = slo.ttft_s if usual.prompt_s < slo.ttft_s else _LEAST_WAIT * usual.prompt_s
     return SplitService(

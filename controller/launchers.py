@@ -127,7 +127,7 @@ class WorkerLauncher:
         self._hosting = hosting
         self._epoch = 0
         self.group: PlacementGroup | None = None
-        """Where the ranks are; None before the first start."""
+        """The placement group that the ranks are in; None before the first start."""
         self.placing_limit_s: float | None = None
 
     async def launch(self) -> RunningGroup:
@@ -189,7 +189,7 @@ class WorkerLauncher:
 
 
 class RouterPlaces:
-    """Where routers are: with the controller, or each on a node of its own."""
+    """The places of the routers: with the controller, or each on a node of its own."""
 
     def __init__(self, namespace: RayNamespace, num_routers: int, *, are_spread: bool) -> None:
         self.are_spread = are_spread
@@ -199,7 +199,7 @@ class RouterPlaces:
         """Has a node for each of them; None: there is none yet, or they are with the controller."""
 
     def strategy(self, number: int) -> Strategy:
-        """For that router, each time it starts."""
+        """Returns Ray's scheduling strategy for that router, each time it starts."""
         if not self.are_spread:
             return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         if self.group is None:

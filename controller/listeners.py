@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.2
 _PORT_S = 10.0
-"""How long a controller that begins again waits for its own port."""
+"""Seconds that a controller which begins again waits for its own port."""
 
 
 class Listeners:

@@ -16,7 +16,7 @@ from cluster.errors import ConfigError
 from cluster.settings import RouterSettings, WorkerSettings
 
 STATE_FOLDER = "~/.local/state/baton"
-"""Where batches and the journal of streams are kept unless the configuration says otherwise."""
+"""The folder where batches and the journal of streams are kept unless the configuration says otherwise."""
 CPU_SHARE = 0.01
 """Ray CPUs that a process books. Ray's CPUs are tickets, not cores, and a laptop with two must hold every process."""
 

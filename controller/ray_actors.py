@@ -37,7 +37,7 @@ Strategy = PlacementGroupSchedulingStrategy | NodeAffinitySchedulingStrategy
 
 _PR_SET_PDEATHSIG = 1
 _LEAVE_S = 1.0
-"""How long a process that Ray ends may take, before it is killed."""
+"""Seconds that a process which Ray ends may take, before it is killed."""
 _KILL_S = 5.0
 _DEATHS = 3
 _OWNER_S = 0.5
@@ -72,7 +72,7 @@ def die_with_parent() -> None:
 
 @dataclass(frozen=True)
 class ProgramFailure:
-    """How a program failed."""
+    """The failure of a program."""
 
     message: str
     is_mistake: bool = False
@@ -215,8 +215,8 @@ def send_logs_to(put: Callable[[str], None], name: str, log_dir: str | None) -> 
 
 @dataclass(frozen=True)
 class Hosting:
-    """How the processes of one cluster are hosted. `config_version` returns that of the configuration now; `owner`: see
-    `Process`; `token`: what they show one another."""
+    """The way in which the processes of one cluster are hosted. `config_version` returns the version of the
+    configuration now; `owner`: see `Process`; `token`: what they show one another."""
 
     namespace: RayNamespace
     log_dir: str | None

@@ -31,8 +31,8 @@ DETACHED = "baton"
 """The one cluster of a Ray that needs no command to stay; `ray list actors` shows both names."""
 _KEY = b"controller"
 _ANSWER_S = 15.0
-"""How long a process may take to say who it is: as long as Ray takes to give up a machine, as the shipped files have
-it."""
+"""Seconds that a process may take to say who it is: as long as Ray takes to give up a machine, as the shipped files
+have it."""
 
 
 def new_name() -> str:

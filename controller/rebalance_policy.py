@@ -39,7 +39,7 @@ _WORTH_A_WORKER = 0.1
 _OUTPUTS_END = 3.0
 """Nearly all outputs have ended after so many times the mean one."""
 _HOLDS_S = 300.0
-"""For so long what was seen of a split is believed while the cluster has another."""
+"""Seconds for which what was seen of a split is believed while the cluster has another."""
 
 
 class Reason(StrEnum):
@@ -107,7 +107,7 @@ class _Seen:
 
 @dataclass(frozen=True)
 class SplitQuestion:
-    """What a policy decides by, at one look."""
+    """The facts that a policy decides by, at one look."""
 
     now: float
     demand: Demand
@@ -291,8 +291,8 @@ class AutoRatio:
 
 
 def _doubt(served: float, arrived: float) -> float:
-    """How much of a prediction is believed after a split has `served` less than it should have of what `arrived`. The
-    fault may be the split's or the predictions': half of it, by its logarithm, is taken for each."""
+    """Returns the share of a prediction that is believed after a split has `served` less than it should have of what
+    `arrived`. The fault may be the split's or the predictions': half of it, by its logarithm, is taken for each."""
     return min(1.0, math.sqrt(served / arrived))
 
 

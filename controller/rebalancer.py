@@ -60,7 +60,7 @@ class MeasuredLoad:
 
 @dataclass(frozen=True)
 class Split:
-    """How many workers each role has now."""
+    """The number of workers that each role has now."""
 
     num_prefill: int
     num_decode: int

@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 _RETRY_S = 0.1
 _NAME_AGAIN_S = 2.0
 _LOOK_S = 0.1
-"""How often the file is looked at; an edit counts at the second look that finds it."""
+"""Seconds between two looks at the file; an edit counts at the second look that finds it."""
 _LEFT_ALONE = "what runs serves on without a controller, until `baton serve` of its version takes it over"
 _NUMBERS_OF_A_LIFE = 1_000_000
 """Events that a controller may number before the first one of the next controller."""
@@ -196,7 +196,7 @@ class Controller:
         return [event.text for event in events], failed[-1] if failed else ""
 
     async def status(self) -> dict[str, dict[str, Any]]:
-        """For each process group: its state, how often it was started, and its card."""
+        """Returns for each process group its state, how often it was started, and its card."""
         return {
             supervisor.name: {
                 "state": supervisor.state.value,

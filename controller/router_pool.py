@@ -34,7 +34,7 @@ from controller.supervisor import RestartPolicy, RunningProcesses, Supervisor, S
 from controller.worker_pool import STOP_S, StepFailed
 
 _START_S = 120.0
-"""How long a router that a change starts may take to come up."""
+"""Seconds that a router which a change starts may take to come up."""
 
 
 class RouterStarter(Protocol):
@@ -153,7 +153,7 @@ class RouterPool:
         self._ports = ports
         self._routers: list[PooledRouter] = []
         self._others: list[PooledRouter] = []
-        """Those that come or leave."""
+        """Routers that come or leave."""
         self._has_changed = asyncio.Event()
         self.links = RouterLinks()
 

@@ -26,11 +26,11 @@ from controller.router_link import LOOK_EVERY_S, RouterLinks
 from controller.supervisor import RestartPolicy, RunningProcesses, Supervisor, SupervisorState
 
 STOP_S = 5.0
-"""How long a worker may take to end by itself."""
+"""Seconds that a worker may take to end by itself."""
 _FLIP_S = 120.0
-"""How long a worker that is down when it flips may take to come back, and others until they can spare it."""
+"""Seconds that a worker which is down when it flips may take to come back, and others until they can spare it."""
 _PLACE_S = 120.0
-"""How long a worker that a change starts may wait for Ray to place it; to load its weights it may take longer."""
+"""Seconds that a worker which a change starts may wait for Ray to place it; to load its weights it may take longer."""
 READY = admin_pb2.WorkerStatus.STATE_READY
 
 Status = admin_pb2.GetStatusResponse
@@ -42,7 +42,7 @@ class Launcher(Protocol):
     plan: WorkerPlan
     """The plan of the next start."""
     placing_limit_s: float | None
-    """How long that start may wait for a place, until it fails; None: for ever."""
+    """Seconds that this start may wait for a place, until it fails; None: without end."""
 
     async def launch(self) -> RunningProcesses: ...
 
@@ -134,7 +134,7 @@ class WorkerPool:
         return tuple(f"{role_name(w.role)}:{w.worker_id}={w.address}" for w in self.addresses() if not w.is_draining)
 
     def address(self, worker_id: str) -> str:
-        """Where a worker listens. Raises NotFound, or Unavailable while it is not ready."""
+        """Returns where a worker listens. Raises NotFound, or Unavailable while it is not ready."""
         member = self._members.get(worker_id)
         if member is None:
             raise NotFound(f"there is no worker {worker_id!r}; there are {', '.join(sorted(self._members)) or 'none'}")

@@ -1,4 +1,4 @@
-"""Which sequences the next step runs: continuous batching with preemption. Pure: no clock, socket or tensor.
+"""Decides which sequences the next step runs: continuous batching with preemption. Pure: no clock, socket or tensor.
 
 Running sequences each get their next token; one whose tokens are not all computed (preempted earlier, or prefilled
 here) gets a chunk of them from what the budget leaves. When a sequence needs a block and none is free, the

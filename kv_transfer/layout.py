@@ -1,4 +1,4 @@
-"""How a worker lays out its KV cache over its ranks, and which rank sends which heads to which.
+"""The layout of a worker's KV cache over its ranks, and which rank sends which heads to which.
 
 Pure arithmetic, no tensors: heads are numbered globally, ranks by their place in the worker's tensor-parallel group.
 It does not know where the tokens lie (`pages`) or how bytes travel (`transport`).
@@ -54,7 +54,7 @@ class KvLayout:
     num_planes: int = 2
     """2: keys and values; 1: latents, of which both are made."""
     layer_windows: tuple[int | None, ...] = ()
-    """For each layer, how many tokens a token sees, itself included; None: all before it. Empty: None for each."""
+    """Tokens that a token sees in each layer, itself included; None: all before it. Empty: None for each layer."""
     state_layers: tuple[int, ...] = ()
     """Layers that keep a recurrent state; their window is `STATE_WINDOW`."""
     state: StateShape | None = None

@@ -167,7 +167,8 @@ def _token_rows(kv: Tensor, block_table: Sequence[int], what: Range, heads: slic
 def _copies(
     tokens: Tensor, block_table: Sequence[int], what: Range, block_size: int, buffer: Tensor
 ) -> Iterator[tuple[Any, Any]]:
-    """For each run of tokens its part of the pool and its part of the buffer: numpy arrays, or tensors to be cast."""
+    """Yields for each run of tokens its part of the pool and its part of the buffer: numpy arrays, or tensors to be
+    cast."""
     pool: Any = tokens
     flat: Any = buffer
     if tokens.dtype == buffer.dtype:

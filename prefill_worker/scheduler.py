@@ -1,4 +1,4 @@
-"""Which prompts the next step computes, and how much of each. Pure: no clock, socket or tensor.
+"""Decides which prompts the next step computes, and how much of each. Pure: no clock, socket or tensor.
 
 First come, first served, but for outputs that were begun elsewhere: their clients wait in mid-sentence, so they come
 before what nobody has seen a token of. A prompt is admitted when its blocks fit as a whole, so prompts under way always

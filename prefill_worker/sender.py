@@ -82,7 +82,7 @@ TABLE: Mapping[SendState, Mapping[SendEvent, SendState]] = MappingProxyType(
 
 
 class ChunkStage(Enum):
-    """How far a chunk that has a slot has come."""
+    """The stage that a chunk which has a slot has come to."""
 
     GATHERING = "gathering"
     OFFERED = "offered"

@@ -24,7 +24,7 @@ from typing import Any
 _QUEUE = "PollerCompletionQueue"
 """gRPC's class whose handler is meant; with any other name, each byte is handled by itself, as in every loop."""
 _THREAD = "_poll_wrapper"
-"""What gRPC's thread runs, of which its name is made; with any other name, it is left as it is."""
+"""The function that gRPC's thread runs, of which its name is made; with any other name, it is left as it is."""
 _MOST_BYTES = 4096
 MANY_PER_S = 10_000
 """Operations. A router beside workers that compute on the same processors, where to wait for its turn could take long,
@@ -52,7 +52,7 @@ class Deference:
         self.is_on = False
         self._thread_ids = thread_ids
         self._deferring: list[int] = []
-        """Those of them that do: a thread with a policy of its own keeps it."""
+        """The threads among them that give way: a thread with a policy of its own keeps it."""
         self._num_done = 0
         self._since = 0.0
 
@@ -78,7 +78,7 @@ def grpc_threads() -> list[int]:
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
-    """As `asyncio.run`, in such a loop."""
+    """Runs a coroutine as `asyncio.run` does, in such a loop."""
     with asyncio.Runner(loop_factory=GrpcLoop) as runner:
         runner.run(main)
 

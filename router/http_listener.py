@@ -57,7 +57,7 @@ _MORE_CALLS = 256
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """How many connections may be open at one time, and how many calls of one over gRPC."""
+    """Limits on the connections that are open at one time, and on the calls of one over gRPC."""
 
     most: int
     most_of_address: int | None = None

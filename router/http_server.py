@@ -148,7 +148,8 @@ class HttpServer:
 
 
 def open_batch_store(where: str | None) -> BatchStore:
-    """As `router.batch_store` of the settings has it. Connects, or opens the file, at the first call."""
+    """Returns the store that `router.batch_store` of the settings names. Connects, or opens the file, at the first
+    call."""
     if where is not None and where.startswith(("redis://", "rediss://")):
         from router.batches.redis_store import RedisBatchStore
 

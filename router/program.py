@@ -66,7 +66,7 @@ _GRACE_S = 1.0
 _ARRIVING_S = 0.1
 """When no new connection is taken any more, calls that have come get so long to be accepted."""
 _CONNECT_S = 20.0
-"""How long a successor may take to connect to a worker of each role that is needed."""
+"""Seconds that a successor may take to connect to a worker of each role that is needed."""
 _BESIDE_OTHERS_S = 2.0
 """A router that others share their ports with listens after so long, connected or not."""
 _TOKENIZER_THREADS = 2

@@ -25,7 +25,7 @@ LEAST_PAUSE_S, MOST_PAUSE_S = 0.05, 0.5
 
 
 class ApiWorld(Protocol):
-    """What clients ask of their cluster."""
+    """The parts of a cluster that its clients use."""
 
     @property
     def loop(self) -> VirtualLoop: ...
@@ -48,7 +48,7 @@ class ApiClient:
         self._begun_at = begun_at
         self._generation_id = ""
         self._may_resume = False
-        """What its router has told it last."""
+        """Whether its router has told it last that it may resume."""
 
     async def run(self) -> RequestOutcome:
         """Never raises for what a router answers; AssertionError for what it must not."""

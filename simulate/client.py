@@ -30,7 +30,7 @@ class SimRequest:
     shape: RequestShape
     """`at` counts from the begin of the run; the output ends after its `num_output_tokens`."""
     max_output_tokens: int | None = None
-    """What the client says that the output may be at most; None: what it is."""
+    """Most tokens of the output, as the client says; None: as many as it has."""
     tenant: str = ""
     """Also the id of its API key."""
     weight: float = 1.0
@@ -82,19 +82,19 @@ class SimRequest:
 
 @dataclass(slots=True)
 class RequestOutcome:
-    """What became of one request; times are seconds from the begin of the run."""
+    """The outcome of one request; times are seconds from the begin of the run."""
 
     number: int
     """In the order of arrivals."""
     request: SimRequest
     state: RequestState = RequestState.QUEUED
-    """How it ended."""
+    """The state in which it ended."""
     reason: str = ""
     """Why it did not finish."""
     told: list[Told] = field(default_factory=list)
-    """For each sequence; nothing in the fast fidelity."""
+    """The output of each sequence, as the client was told it; nothing in the fast fidelity."""
     num_tokens: int = 0
-    """Of the first sequence."""
+    """Tokens of the first sequence."""
     is_complete: bool = False
     """The client was told that all is well."""
     first_token_s: float | None = None
@@ -117,7 +117,7 @@ class RequestOutcome:
 
     @property
     def token_ids(self) -> list[int]:
-        """Of the first sequence."""
+        """The token ids of the first sequence."""
         return self.told[0].token_ids
 
     @property

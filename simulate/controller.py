@@ -62,7 +62,7 @@ _NAME_AGAIN_S = 2.0
 
 @dataclass(frozen=True)
 class ControllerSpec:
-    """What the configuration says of the controller, and the policy of `mode: auto`."""
+    """The controller's part of the configuration, and the policy of `mode: auto`."""
 
     mode: RebalanceMode = "auto"
     auto: AutoSection = field(default_factory=AutoSection)
@@ -75,7 +75,7 @@ class ControllerSpec:
 
 @dataclass(frozen=True)
 class SplitSince:
-    """How many workers each role has had from an instant on."""
+    """The number of workers that each role has had from an instant on."""
 
     at_s: float
     """From the begin of the run."""
@@ -111,7 +111,7 @@ def config_of(
 
 
 class ControlledCluster(Protocol):
-    """What the controller asks of its cluster."""
+    """The parts of a cluster that its controller uses."""
 
     @property
     def loop(self) -> VirtualLoop: ...
@@ -284,7 +284,7 @@ class SimulatedController:
         await asyncio.sleep(max(0.0, self._stopped_until - self.cluster.loop.time()) + self._spec.launch_s)
 
     async def _run(self) -> None:
-        """For ever."""
+        """Adopts what runs, unless this is its first life, and then serves until it is cancelled."""
         if self.saved.life > 1:
             self._adopt()
         self._routers.run()
@@ -315,7 +315,7 @@ class SimulatedController:
         return [_found(name) for name, worker in self.cluster.workers.items() if not worker.is_dead]
 
     def _compose(self) -> admin_pb2.SetWorkersRequest:
-        """What routers are told."""
+        """Saves the state, and returns what routers are told."""
         self._check_least()
         self._save()
         return self.reconfigurer.router_update()

@@ -58,7 +58,7 @@ class _Step(NamedTuple):
     tokens_before: int
     sequences: int
     kv_tokens: int
-    """Of each sequence."""
+    """KV tokens of each sequence."""
 
     @property
     def size(self) -> StepSize:

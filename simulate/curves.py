@@ -1,4 +1,4 @@
-"""How long a step takes: curves over its size, and the linear cost that comes nearest to a curve.
+"""The time that a step takes: curves over its size, and the linear cost that comes nearest to a curve.
 
 A curve is linear (what a worker reports of itself), measured (a table, here), computed from a model's shape and a
 device (`simulate.roofline`), or read from a published profile (`simulate.published`). `CurveError` says by how much one
@@ -52,7 +52,7 @@ class StepSample:
 
 @dataclass(frozen=True)
 class CurveError:
-    """How far a curve is from samples, as shares of what each one took."""
+    """The distance of a curve from samples, as shares of what each one took."""
 
     median: float
     p90: float
@@ -111,10 +111,10 @@ class MeasuredDecode:
 
     num_sequences: int
     kv_tokens: int
-    """Of each sequence."""
+    """KV tokens of each sequence."""
     seconds: float
     spread_s: float = 0.0
-    """As of `MeasuredPrompt`."""
+    """Standard deviation of the measurements, as of `MeasuredPrompt`."""
 
     def __str__(self) -> str:
         return f"{self.num_sequences} sequences of {self.kv_tokens} KV tokens"

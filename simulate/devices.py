@@ -40,7 +40,8 @@ class DeviceSpec:
         return self.name != "cpu"
 
     def peak_flops(self, number_format: str) -> float:
-        """That of bfloat16 where the device does not multiply in this format."""
+        """Returns the peak of a format, in operations a second: that of bfloat16 where the device does not multiply in
+        it."""
         return self.flops.get(number_format, self.flops["bfloat16"])
 
 
@@ -136,7 +137,7 @@ _SPECS = (
     _CPU,
 )
 DEVICES: Mapping[str, DeviceSpec] = {spec.name: spec for spec in _SPECS}
-"""By the names that `baton plan --device` takes."""
+"""Devices by the names that `baton plan --device` takes."""
 
 
 def find_device(name: str) -> DeviceSpec:

@@ -94,7 +94,7 @@ class WaitingTimes:
     """Seconds until prompts are computed, among `num_servers` that share one queue."""
 
     services_s: Sequence[float]
-    """Of prompts alone, ascending; each as likely."""
+    """Seconds of prompts alone, ascending; each as likely."""
     rate: float
     num_servers: int
     delay_s: float = 0.0
@@ -192,7 +192,7 @@ class DecodeLoad:
 
     curve: StepCurve
     kv_tokens: float
-    """Of each sequence."""
+    """KV tokens of each sequence."""
     num_at_most: int
     """Sequences that fit into its memory and its batch."""
     num_groups: int = 1
@@ -272,7 +272,7 @@ class _Beside:
     slow_s: float = 0.0
     """Seconds of such a step."""
     waiting: WaitingTimes | None = None
-    """Of these prompts; None: there are none."""
+    """The waiting times of these prompts; None: there are none."""
 
     def tpot_s(self, decode: DecodeLoad, running: float) -> float:
         return math.inf if math.isinf(running) else decode.mean_step_s(running, self.slow_s, min(1.0, self.busy))
@@ -285,7 +285,7 @@ class DecodeWorkers:
     num_workers: int
     decode: DecodeLoad
     services_s: Sequence[float]
-    """Of prompts alone on one of them."""
+    """Seconds of prompts alone on one of them."""
     chunk: int
     """Most tokens of a step."""
 

@@ -75,9 +75,9 @@ class FaultEvent:
     kind: str
     for_s: float
     worker_id: str
-    """Of a worker that it befalls; network faults choose among the connections that there are."""
+    """The worker that it befalls; network faults choose among the connections that there are."""
     factor: float = 1.0
-    """How many times slower a slow worker is."""
+    """Times slower that a slow worker is."""
 
     def strike(self, stage: Stage) -> None:
         """Makes it happen; a fault that finds nothing to befall is passed over."""

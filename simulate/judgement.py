@@ -1,4 +1,5 @@
-"""What every run is held to after its end: how requests ended, what they were told, and that nothing is left behind.
+"""The checks that every run is held to after its end: how requests ended, what they were told, and that nothing is left
+behind.
 
 Each check raises AssertionError with what it has found.
 """
@@ -26,7 +27,7 @@ _ANY_SIZE = RequestLoad(10**9, 10**6, 10**10)
 
 
 class JudgedCluster(Protocol):
-    """What is asked of a cluster."""
+    """The parts of a cluster that the checks look at."""
 
     @property
     def workers(self) -> Mapping[str, SimulatedWorker]: ...
@@ -82,8 +83,8 @@ def check_router(dispatcher: Dispatcher, workers: Mapping[str, SimulatedWorker],
 
 
 def check_quotas(outcomes: Sequence[RequestOutcome]) -> None:
-    """Of each key with limits no request was accepted beyond them, and none refused that kept them. Looks at requests
-    whose router was watched: quotas are counted by router."""
+    """Checks for each key with limits that no request was accepted beyond them, and none refused that kept them. Looks
+    at requests whose router was watched: quotas are counted by router."""
     by_key: defaultdict[str, list[RequestOutcome]] = defaultdict(list)
     for outcome in outcomes:
         if outcome.request.quota != UNLIMITED and outcome.over_s is not None:
@@ -130,7 +131,7 @@ def _exceeded(accepted: Iterable[RequestOutcome], new: RequestOutcome, *, is_len
 
 
 def _left(charges: Iterable[tuple[float, float]], per_min: float, now: float) -> float:
-    """What a minute's worth, which flows back evenly, has left after some charges."""
+    """Returns what a minute's worth, which flows back evenly, has left after some charges."""
     level, at_s = per_min, 0.0
     for charged_s, amount in charges:
         level, at_s = min(per_min, level + (charged_s - at_s) * per_min / 60) - amount, charged_s

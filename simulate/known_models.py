@@ -127,4 +127,4 @@ KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-"""By the names that `baton plan --model` takes."""
+"""Configurations of models by the names that `baton plan --model` takes."""

@@ -24,7 +24,7 @@ BEAT_S = 0.5
 
 @dataclass(frozen=True)
 class DirectService:
-    """What others reach of a worker at its address."""
+    """The part of a worker that others reach at its address."""
 
     core: Core
     streams: DirectStreams
@@ -125,7 +125,7 @@ class DirectStreams(HandoffStreams):
 
 
 class _Link:
-    """What is on its way between both ends of one connection."""
+    """The messages that are on their way between both ends of one connection."""
 
     def __init__(self, streams: DirectStreams, sender: HandoffConnection, address: str) -> None:
         self._streams = streams

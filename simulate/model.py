@@ -127,7 +127,7 @@ class KvPages:
             raise PageAlarm("pages of a step were written over before it had ended")
 
     def tear(self, block_table: Sequence[int], start: int, end: int) -> None:
-        """What a landing leaves that failed half-way: nothing that anybody may read."""
+        """Leaves what a landing leaves that failed half-way: nothing that anybody may read."""
         self._layers[self._slots(block_table, start, end)] = 0
 
     def check_apart(self, step: StepInput, block_table: Sequence[int], start: int, end: int) -> None:

@@ -25,7 +25,7 @@ CONNECT_AGAIN_S = 0.1  # between two looks of a call that waits until its server
 NUMBERED = "Connect"  # hand-off streams, whose messages have numbers
 
 Status = tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]]
-"""How a call ended: code, details, trailers."""
+"""The end of a call: code, details, trailers."""
 OK: Status = (grpc.StatusCode.OK, "", ())
 GONE: Status = (grpc.StatusCode.UNAVAILABLE, "the connection is lost", ())
 
@@ -108,7 +108,7 @@ class OneWay:
 
 
 class ServerContext:
-    """What a servicer's method learns of its call, and how it ends it."""
+    """The context that a servicer's method gets: what it learns of its call, and how it ends it."""
 
     def __init__(self, metadata: Any) -> None:
         self._metadata = metadata
@@ -332,7 +332,7 @@ class Host:
         self.address = address
         self.servicer: object | None = None
         self.calls: dict[SimulatedCall, None] = {}
-        """Those that it has made or serves, and that are not over."""
+        """Calls that it has made or serves, and that are not over."""
 
     def serve(self, servicer: object) -> None:
         """`servicer` answers the calls of this address from now on."""
@@ -361,7 +361,7 @@ class Network:
         self.latency_s = latency_s
         self.cores = cores
         self.shares: dict[str, Lane] = {}
-        """What the processes at some addresses may use of the cores."""
+        """The share of the cores that the processes at some addresses may use."""
         self.spread: Callable[[], float] = lambda: 1.0
         self.lateness = self.spread
         self.strikes: Callable[[str], bool] = lambda fault: False  # whether a fault of this name happens now
@@ -371,7 +371,7 @@ class Network:
 
     @property
     def calls(self) -> list[SimulatedCall]:
-        """Those that are served."""
+        """The calls that are served."""
         return [call for host in self.hosts.values() for call in host.calls if call.callee is host]
 
     def arrival(self, source: str, target: str) -> float:

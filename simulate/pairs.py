@@ -19,7 +19,7 @@ from worker.handoff_connection import Done
 
 
 class PairRanks(Protocol):
-    """What a pair asks of the ranks on either side."""
+    """The parts of the ranks on either side that a pair uses."""
 
     nic: Nic
 
@@ -60,7 +60,7 @@ class PairEnd:
     is_closed: bool = False
     posted: deque[Posted] = field(default_factory=deque)
     slots: dict[int, Gathered] = field(default_factory=dict)
-    """What a sender has gathered."""
+    """The chunks that a sender has gathered, by slot."""
 
 
 class SimulatedPair:

@@ -65,7 +65,7 @@ class ParallelPlacement(NamedTuple):
 def placements(
     shapes: Iterable[GroupShape], node_devices: int, crosses: Sequence[int] = (1,)
 ) -> Iterator[ParallelPlacement]:
-    """Those that fit where links between nodes are slow, as DistServe's search has them.
+    """Yields the placements that fit where links between nodes are slow, as DistServe's search has them.
 
     Both groups lie on the same nodes, an equal part of the stages of each on every node, so that KV crosses no slow
     link. `crosses`: on how many nodes they may lie; `node_devices`: the devices of one.
@@ -82,7 +82,7 @@ def placements(
 
 @dataclass(frozen=True)
 class Goodput:
-    """What a placement serves within the objectives."""
+    """The rate that a placement serves within the objectives."""
 
     placement: ParallelPlacement
     rate: float
@@ -95,7 +95,7 @@ class Goodput:
 
 @dataclass(frozen=True)
 class LatencyGoal:
-    """What is asked for: both within their limits in `share` of the requests."""
+    """The latencies that are asked for: both within their limits in `share` of the requests."""
 
     ttft_s: float
     tpot_s: float

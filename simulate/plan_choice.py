@@ -24,7 +24,7 @@ _LEAST_RATE = 1e-3
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """What was compared."""
+    """The plans that were compared."""
 
     best: DevicePlan
     split: DevicePlan | None
@@ -35,13 +35,13 @@ class PlanChoice:
 
     @property
     def plans(self) -> dict[str, DevicePlan]:
-        """Those that there are, by name."""
+        """The plans that there are, by name."""
         plans = {"disaggregated": self.split, "colocated": self.colocated, "what_if": self.what_if}
         return {name: plan for name, plan in plans.items() if plan is not None}
 
     @property
     def num_devices(self) -> int:
-        """Of the larger of the two plans."""
+        """Devices of the larger of the two plans."""
         return max(plan.num_devices for plan in (self.split, self.colocated) if plan is not None)
 
     @property

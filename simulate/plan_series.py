@@ -190,7 +190,7 @@ class WindowSplit:
 def over_time(
     planner: Planner, split: DevicePlan, num_devices: int, windows: Sequence[LoadWindow]
 ) -> list[WindowSplit]:
-    """What divisions of the devices serve in each window, with the layouts of `split`."""
+    """Returns what divisions of the devices serve in each window, with the layouts of `split`."""
     known: dict[tuple[tuple[int, int], ...], Mapping[int, float]] = {}
     found = []
     for window in windows:

@@ -35,7 +35,7 @@ from simulate.worker_profile import WorkerProfile
 MOST_WORKERS = 1024
 _MOST_RATE = 1e6
 _SHARES = (1.0, 0.5, 0.25, 0.0)
-"""Of the prompts that are too many for the prefill workers, so many are tried on decode workers."""
+"""Shares that are tried on decode workers, of the prompts that are too many for the prefill workers."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class PlanQuestion:
     load: OfferedLoad
     goal: LatencyGoal
     price_per_hour: float
-    """Of one device."""
+    """The price of one device."""
     efficiency: Efficiency = GRAPHS
     most_devices: int | None = None
     layouts: tuple[DeviceLayout, ...] = ()
-    """Those to choose from; empty: the usual ones."""
+    """Layouts to choose from; empty: the usual ones."""
     profile: WorkerProfile | None = None
     """A worker that was measured, in the place of computed ones."""
 
@@ -103,8 +103,8 @@ class DevicePlan:
 
     @property
     def max_num_seqs(self) -> int:
-        """As many as there should be at nearly all moments, and some more; a power of two. All that fit, where the load
-        is too much."""
+        """Sequences that there should be at most at nearly all moments, and some more; a power of two. All that fit,
+        where the load is too much."""
         decode = self.decode.option.decode
         if math.isinf(self.estimate.num_running):
             return int(decode.num_at_most)
@@ -215,7 +215,7 @@ class Planner:
         return None if best is None else self.of_workers(None, best)
 
     def of_workers(self, prefill: RolePlan | None, decode: RolePlan) -> DevicePlan:
-        """What these workers should do, whether or not it is enough.
+        """Returns what these workers should do, whether or not it is enough.
 
         Decode workers compute prompts that come to more than the prefill workers compute in time, as many as serve the
         objectives best.

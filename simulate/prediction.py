@@ -1,4 +1,4 @@
-"""What a cluster would show its clients: a load and a measured step curve in, latencies by percentile out.
+"""Predicts what a cluster would show its clients: a load and a measured step curve in, latencies by percentile out.
 
 A bare cluster is one engine, or several, without Baton's own costs and limits: messages take no time, the router hands
 every request to a worker as it comes, and the workers' schedulers alone decide, without a bound on the time of a step.
@@ -47,12 +47,12 @@ class PredictionQuestion:
     slo: SloSection = field(default_factory=SloSection)
     is_bare: bool = False
     message_s: float | None = None
-    """As a profile has it, for those to and from clients, too; None: the simulator's own."""
+    """Seconds of a message as a profile has it, for those to and from clients, too; None: the simulator's own."""
     fidelity: Fidelity = "full"
     mode: RebalanceMode = "fixed"
     """auto: the split is what it begins with, and the controller moves it."""
     cores: int | None = None
-    """Of a machine that all programs share; None: none of them waits for another."""
+    """Cores of a machine that all programs share; None: none of them waits for another."""
 
     @property
     def cluster(self) -> ClusterSpec:

@@ -39,12 +39,12 @@ class PiecewiseLine:
 
 @dataclass(frozen=True)
 class SplitwiseCurve:
-    """As splitwise-sim times a step of a machine: over the tokens in it, whatever they attend to."""
+    """The time of a step of a machine as splitwise-sim has it: over the tokens in it, whatever they attend to."""
 
     prompt_s: PiecewiseLine
-    """By prompt tokens."""
+    """Seconds by prompt tokens."""
     token_s: PiecewiseLine
-    """By sequences."""
+    """Seconds by sequences."""
 
     def seconds(self, step: StepSize) -> float:
         if step.num_prompt_tokens and step.num_sequences:
@@ -72,7 +72,7 @@ class Plane(NamedTuple):
 
 @dataclass(frozen=True)
 class DistServeCurve:
-    """As DistServe's simulator times a step of one tensor-parallel group that holds the whole model."""
+    """The time of a step of one tensor-parallel group that holds the whole model, as DistServe's simulator has it."""
 
     prefill: Quadratic
     small: Plane
@@ -101,8 +101,8 @@ _COLUMNS = ("model", "hardware", "tensor_parallel", "prompt_size", "batch_size",
 
 
 def read_splitwise(path: Path, model: str, hardware: str, tensor_parallel: int) -> SplitwiseCurve:
-    """Of splitwise-sim's perf_model.csv: the medians of both times, in milliseconds there, by the tokens of the batch
-    (prompt_size times batch_size). Raises ConfigError.
+    """Reads splitwise-sim's perf_model.csv: the medians of both times, in milliseconds there, by the tokens of the
+    batch (prompt_size times batch_size). Raises ConfigError.
     """
     times: dict[float, list[tuple[float, float]]] = defaultdict(list)
     found = set()
@@ -156,7 +156,7 @@ def _positive(text: str | None) -> float | None:
 
 
 def read_distserve(path: Path, model: str, tensor_parallel: int) -> DistServeCurve:
-    """Of the JSON of DistServe's profiler, in milliseconds there. Raises ConfigError."""
+    """Reads the JSON of DistServe's profiler, in milliseconds there. Raises ConfigError."""
     models = _object(path, _json(path), "")
     by_size = _object(path, _entry(path, models, model, "model"), model)
     place = f"{model}.{tensor_parallel}"
@@ -177,12 +177,12 @@ def read_distserve(path: Path, model: str, tensor_parallel: int) -> DistServeCur
 
 
 def tensor_parallel_sizes(path: Path, model: str) -> list[int]:
-    """Those that a profile of DistServe's has for a model. Raises ConfigError."""
+    """Returns the sizes that a profile of DistServe's has for a model. Raises ConfigError."""
     return sorted(int(size) for size in _object(path, _entry(path, _json(path), model, "model"), model))
 
 
 def read_max_num_tokens(path: Path, model: str) -> dict[tuple[int, int], int]:
-    """Of DistServe's max_num_tokens.csv: KV tokens that fit, by (tensor_parallel, pipeline_parallel). Raises
+    """Reads DistServe's max_num_tokens.csv: KV tokens that fit, by (tensor_parallel, pipeline_parallel). Raises
     ConfigError."""
     found = {}
     for line, row in enumerate(csv.DictReader(_text(path).splitlines()), 2):

@@ -33,7 +33,7 @@ KIND_TRANSFER, KIND_CORRUPT = rank_pb2.RankReply.KIND_TRANSFER, rank_pb2.RankRep
 
 
 class Clockwork(Protocol):
-    """What ranks share with those of the other workers of their cluster."""
+    """The parts of a cluster that ranks share with those of its other workers."""
 
     @property
     def loop(self) -> VirtualLoop: ...
@@ -54,7 +54,7 @@ class Clockwork(Protocol):
         ...
 
     def spread(self) -> float:
-        """How many times longer than usual the next thing takes."""
+        """Returns how many times longer than usual the next thing takes."""
         ...
 
 
@@ -80,7 +80,7 @@ class SimulatedRanks:
         self.num_steps = 0
         self.busy_s = 0.0
         self.slowdown = 1.0
-        """How many times longer its steps take than the curve says."""
+        """Times longer that its steps take than the curve says."""
         self._world = world
         self._name = name
         self._curve = curve

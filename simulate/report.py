@@ -1,4 +1,4 @@
-"""What a run showed: throughput, latencies by percentile, goodput, and how busy each role was."""
+"""The figures of a run: throughput, latencies by percentile, goodput, and how busy each role was."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True)
 class WorkerUse:
-    """What one worker did in a run."""
+    """The work of one worker in a run."""
 
     worker_id: str
     role: str
@@ -48,7 +48,7 @@ class RunResult:
     num_faults: Mapping[str, int] = field(default_factory=dict)
     """Faults that took effect, by name."""
     splits: tuple[SplitSince, ...] = ()
-    """How it was split at first, and after each change, where there is a controller."""
+    """The splits at first, and after each change, where there is a controller."""
 
 
 @dataclass(frozen=True)
@@ -74,22 +74,22 @@ class RunReport:
     outcomes: Mapping[str, int]
     """Requests by how they ended."""
     requests_per_s: float
-    """Those that finished."""
+    """Requests that finished, a second."""
     output_tokens_per_s: float
     ttft_s: Distribution
     tpot_s: Distribution
     e2e_s: Distribution
-    """Of the requests that finished."""
+    """Seconds from end to end of the requests that finished."""
     goodput_per_s: float
     """Requests that kept both objectives."""
     kept_share: float
     """Share of all requests that did."""
     utilization: Mapping[str, float]
-    """By role: the share of the time in which its workers had a step under way."""
+    """The share of the time in which its workers had a step under way, by role."""
     speed: float
     """Virtual seconds for each real one."""
     splits: Mapping[str, str] = field(default_factory=dict)
-    """Where there is a controller: from which second on there were how many workers of each role."""
+    """The workers of each role, by the second from which on there were so many; empty without a controller."""
 
     @classmethod
     def of(cls, result: RunResult, slo: SloSection) -> RunReport:
@@ -114,7 +114,7 @@ class RunReport:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON has it: None where there is no number."""
+        """Returns the report as JSON has it: None where there is no number."""
         return {name: _plain(value) for name, value in vars(self).items()}
 
     def lines(self) -> list[str]:

@@ -39,7 +39,7 @@ class RouterLost(Exception):
 
 
 class RouterWorld(Protocol):
-    """What a router asks of its cluster."""
+    """The parts of a cluster that a router uses."""
 
     @property
     def loop(self) -> VirtualLoop: ...
@@ -193,7 +193,7 @@ class SimulatedRouter:
 
 
 class SimulatedTokenizer:
-    """As far as requests of token ids need one (`router.api.tokenizer.Tokenizer`)."""
+    """The tokenizer, as far as requests of token ids need one (`router.api.tokenizer.Tokenizer`)."""
 
     definition = ""
 

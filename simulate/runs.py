@@ -191,7 +191,7 @@ class RunPipeline(StepPipeline):
         return self._under_way is None
 
     def advance(self, settings: WorkerSettings) -> bool:
-        """As the pipeline's, but that the next run is launched at once: then nothing is left to do."""
+        """Does what the pipeline's does, but that the next run is launched at once: then nothing is left to do."""
         flight = self._under_way
         if flight is not None and not flight.run.is_done:
             if flight.run.num_steps > 1 and self._has_changed(flight):

@@ -30,7 +30,7 @@ FAULTS_UNTIL_S = 12.0
 
 @dataclass(frozen=True)
 class Scenario:
-    """What one seed means."""
+    """The run that one seed means."""
 
     seed: int
     spec: ClusterSpec
@@ -113,7 +113,7 @@ def _random_spec(rng: random.Random) -> ClusterSpec:
 
 
 def _random_quota(rng: random.Random) -> KeyQuota:
-    """Of an API key; mostly none."""
+    """Draws the quota of an API key; mostly none."""
     if rng.random() < 0.8:
         return UNLIMITED
     return KeyQuota(

@@ -32,7 +32,7 @@ class Kept:
     """Names of faults that strike by chance, with - for each space."""
     workers: tuple[str, ...]
     num_halvings: int = 0
-    """How often prompts and outputs are halved."""
+    """Times that prompts and outputs are halved."""
 
     @classmethod
     def all_of(cls, scenario: Scenario) -> Self:
@@ -76,7 +76,7 @@ class Kept:
 
 
 def how_it_fails(scenario: Scenario) -> str:
-    """What a run of the scenario raises, without numbers; empty when all is well."""
+    """Returns what a run of the scenario raises, without numbers; empty when all is well."""
     try:
         scenario.run()
     except Exception as error:

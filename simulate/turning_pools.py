@@ -34,7 +34,7 @@ _DUE_AT = attrgetter("due_at")
 
 @dataclass(slots=True)
 class PooledRequest:
-    """What became of one request; times count from the begin of the run."""
+    """The state of one request; times count from the begin of the run."""
 
     shape: RequestShape
     num_output: int
@@ -43,7 +43,7 @@ class PooledRequest:
     prompt_left_s: float = 0.0
     """Seconds that its prompt still takes a worker that does nothing else."""
     machine: _Machine | None = field(default=None, compare=False)
-    """Where it decodes, or is to."""
+    """The worker where it decodes, or is to."""
     first_token_s: float = _NEVER
     last_token_s: float = _NEVER
 
@@ -71,7 +71,7 @@ class _Machine:
         self.due_at = 0.0
         """When they should be over."""
         self.sequences: list[tuple[float, int, PooledRequest]] = []
-        """By the token count of the worker at which each ends."""
+        """Sequences by the token count of the worker at which each ends."""
         self.waiting: deque[tuple[int, float, PooledRequest]] = deque()
         """Sequences for which there is no room yet."""
         self.num_tokens = 0.0

@@ -150,7 +150,7 @@ class WatchedBlocks(BlockManager):
         super().__init__(num_blocks, block_size, groups=all_layers(pages.num_layers))
         self._pages = pages
         self._salts: dict[int, bytes] = {}
-        """Those with which blocks were published."""
+        """Salts with which blocks were published."""
 
     def allocate(self, num_blocks: int) -> list[int]:
         blocks = super().allocate(num_blocks)

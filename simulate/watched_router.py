@@ -51,7 +51,7 @@ class DigitText:
 
 @dataclass
 class Told:
-    """What a client was told of one sequence."""
+    """The output of one sequence, as a client was told it."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""

@@ -1,5 +1,5 @@
-"""What is shared in virtual time: network interfaces by the transfers of KV that travel on them, the cores of a machine
-by the steps and messages that its programs compute.
+"""The resources that are shared in virtual time: network interfaces by the transfers of KV that travel on them, the
+cores of a machine by the steps and messages that its programs compute.
 
 Each worker has one interface, which sends and receives at the same time. Transfers that leave one interface share what
 it sends, those that enter one share what it receives, and each goes at the smaller of its two shares; what a transfer
@@ -45,7 +45,7 @@ class Lane:
 
     @property
     def share(self) -> float:
-        """What each part of a flow gets."""
+        """The rate that each part of a flow gets."""
         return min(self.most, self.capacity / self.num_parts)
 
     def add(self, flow: Flow) -> None:

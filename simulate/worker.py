@@ -87,7 +87,7 @@ class WorkerSpec:
 
 
 class SimulatedCluster(Clockwork, Protocol):
-    """What a worker asks of its cluster."""
+    """The parts of a cluster that a worker uses."""
 
     @property
     def network(self) -> Network: ...

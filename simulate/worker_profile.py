@@ -35,7 +35,7 @@ class ProfiledStep(NamedTuple):
 
 @dataclass(frozen=True)
 class ProfiledWorker:
-    """What the worker says of itself."""
+    """The worker's account of itself."""
 
     model: str
     device: str
@@ -70,7 +70,7 @@ class WorkerProfile:
     message_s: float | None
     """Seconds of each message on the way to a first token, and of what programs do for it; None: not measured."""
     cores: int | None
-    """Of the one machine that all workers and whoever profiled them ran on; None: there are several, or GPUs."""
+    """Cores of the one machine that all workers and whoever profiled them ran on; None: there are several, or GPUs."""
     num_threads: int
     """Cores that a step keeps busy there."""
 

@@ -51,7 +51,8 @@ class RequestShape:
         return tokens
 
     def outline(self, number: int) -> tuple[int, ...]:
-        """As many tokens as `prompt`, which say no more than which prompts begin with the same blocks: made in bulk."""
+        """Returns as many tokens as `prompt`, which say no more than which prompts begin with the same blocks: made in
+        bulk."""
         parts = [_outline(1, block, self.num_block_tokens) for block in self.blocks]
         tokens = tuple(token for part in parts for token in part)[: self.num_prompt_tokens]
         return tokens + _outline(2, number, self.num_prompt_tokens - len(tokens))
@@ -156,7 +157,7 @@ def at_rate(shapes: Iterable[RequestShape], rate: float, burstiness: float, seed
 
 @dataclass(frozen=True)
 class DayShape:
-    """How the load of a day moves: its rate once from trough to peak, and the lengths to and fro beside it."""
+    """The course of a day's load: its rate once from trough to peak, and the lengths to and fro beside it."""
 
     mean_rate: float
     """Requests a second over the whole day."""

@@ -215,7 +215,7 @@ class Cluster:
         return has_struck
 
     def spread(self) -> float:
-        """How many times longer than usual the next thing takes."""
+        """Returns how many times longer than usual the next thing takes."""
         most = 1.0 + self.spec.jitter
         return 1.0 if most == 1.0 else most ** self.random.random()
 
@@ -289,7 +289,7 @@ class Cluster:
 
     @property
     def dispatchers(self) -> list[Dispatcher]:
-        """Those of the routers that run."""
+        """The dispatchers of the routers that run."""
         if not self.routers:
             return [self._dispatcher]
         return [router.dispatcher for router in self.routers.values() if not router.is_dead]

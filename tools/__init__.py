@@ -1,1 +1,1 @@
-"""What people use around a cluster: the Python client, `baton doctor`, `baton bench`."""
+"""The tools that people use around a cluster: the Python client, `baton doctor`, `baton bench`."""

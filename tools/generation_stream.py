@@ -40,7 +40,7 @@ OpenStream = Callable[[pb.GenerationSpec, float | None, bool], StreamCall]
 
 @dataclass
 class _SequenceProgress:
-    """How much of a sequence the reader has, and how far the present call has come."""
+    """The part of a sequence that the reader has, and the part that the present call has come to."""
 
     num_tokens: int = 0
     num_characters: int = 0
@@ -50,7 +50,7 @@ class _SequenceProgress:
 
 
 class StreamProgress:
-    """How much of one generation its reader has; cuts off what a later call repeats."""
+    """The part of one generation that its reader has; cuts off what a later call repeats."""
 
     def __init__(self, num_sequences: int) -> None:
         self.generation_id = ""

@@ -51,7 +51,7 @@ _CALL_S = 120.0
 
 @dataclass(frozen=True)
 class ProfileSizes:
-    """What is measured; sizes that the worker does not allow are left out."""
+    """The sizes that are measured; those that the worker does not allow are left out."""
 
     prompts: Sequence[int] = (64, 128, 256, 512, 1024, 2048)
     sequences: Sequence[int] = (1, 2, 4, 8, 16)
@@ -60,7 +60,7 @@ class ProfileSizes:
     """Tokens of the prompt that sequences begin with."""
     num_steps: int = 32
     rounds: int = 5
-    """How often each size is measured; one whose median is not steady by then, up to `MOST_ROUNDS` times as often."""
+    """Times that each size is measured; one whose median is not steady by then, up to `MOST_ROUNDS` times as often."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Profiler:
 
     @property
     def worker(self) -> ProfiledWorker:
-        """Of the smallest pool and batch, where they differ."""
+        """The worker's account of itself, with the smallest pool and batch where they differ."""
         infos = [worker.info for worker in self._workers]
         least = min(infos, key=lambda info: info.num_blocks * info.block_size)
         return ProfiledWorker(
@@ -138,12 +138,13 @@ class Profiler:
 
     @property
     def message_s(self) -> float | None:
-        """What a request takes beside its step for each message to its first token; None: no prompt was measured."""
+        """Seconds that a request takes beside its step for each message to its first token; None: no prompt was
+        measured."""
         return statistics.median(self._messages_s) if self._messages_s else None
 
     @property
     def cores(self) -> int | None:
-        """Of this machine, where every worker runs on it and none has a GPU."""
+        """Cores of this machine, where every worker runs on it and none has a GPU."""
         ranks = [rank for worker in self._workers for rank in worker.info.ranks]
         is_shared = all(rank.host == socket.gethostname() and rank.device == "cpu" for rank in ranks)
         return len(os.sched_getaffinity(0)) if ranks and is_shared and sys.platform == "linux" else None
@@ -208,8 +209,8 @@ class Profiler:
                 return
 
     def _during(self, kind: str, least_steps: int, work: Callable[[], None]) -> tuple[_Counted, float]:
-        """What was counted of one kind of step while `work` was done, at the latest a moment after, and the seconds
-        that the work took."""
+        """Returns what was counted of one kind of step while `work` was done, at the latest a moment after, and the
+        seconds that the work took."""
         before, begun_at = self._count(kind), time.monotonic()
         work()
         took_s = time.monotonic() - begun_at
@@ -257,7 +258,7 @@ class Profiler:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """Of a process and all its threads. Raises FailedPrecondition where there is none."""
+    """Returns the processor seconds of a process and all its threads. Raises FailedPrecondition where there is none."""
     try:
         values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError as error:

@@ -94,7 +94,7 @@ class Core:
         self._stats = handoff_context.stats
         self._sent_stats = worker_pb2.WorkerStats()
         self._had_requests = False
-        """By the stats that were sent last."""
+        """Whether there were requests, by the stats that were sent last."""
         self._stats_due = 0.0
         self._report_due = 0.0
         self._is_stopping = False

@@ -65,7 +65,7 @@ class DecodeRole:
         self._receiver = Receiver(blocks.groups)
         self._tasks: dict[RequestKey, DecodeTask] = {}
         self._connections: dict[str, HandoffConnection] = {}
-        """By epoch, until they are retired."""
+        """Connections by epoch, until they are retired."""
         self._to_reserve: deque[RequestKey] = deque()
         self._held_back: dict[RequestKey, tuple[Request, bool, set[int]]] = {}
         """Attempts that wait for an earlier one of their request to drain: they go on from what it leaves."""

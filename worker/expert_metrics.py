@@ -1,4 +1,4 @@
-"""How many tokens each expert of a model gets, and how unevenly, on a worker's page of metrics.
+"""Shows how many tokens each expert of a model gets, and how unevenly, on a worker's page of metrics.
 
 The engine counts where tokens choose their experts; what it has counted is asked of its thread while a page is read.
 """

@@ -80,7 +80,7 @@ class _Outgoing:
     first_tokens: float | None = None
     commit_sent: float | None = None
     offered: dict[int, float] = field(default_factory=dict)
-    """By chunk, those not granted yet."""
+    """Instants of the offers that are not granted yet, by chunk."""
 
 
 class HandoffMetrics:

@@ -45,7 +45,7 @@ class Handoffs:
         self._answer_timeout_s = answer_timeout_s
         self._connections: list[HandoffConnection] = []
         self._by_peer: dict[str, HandoffConnection] = {}
-        """Those that this worker opened, by the life of the other worker; retired ones are replaced."""
+        """Connections that this worker opened, by the life of the other worker; retired ones are replaced."""
         self._unopened: dict[tuple[str, str], float] = {}
         """When a transport by which no pair opened may go first again, by life of the other worker and transport."""
 

@@ -203,7 +203,7 @@ def overlaps_steps(wanted: str, device: str, hellos: Sequence[rank_pb2.RankHello
 
 
 def group_start(resolved: Resolved, incarnation: str, store_address: str) -> rank_pb2.Start:
-    """What rank 0 has the other ranks begin with."""
+    """Returns what rank 0 has the other ranks begin with."""
     return rank_pb2.Start(
         incarnation=incarnation,
         store_address=store_address,

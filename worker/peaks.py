@@ -33,7 +33,7 @@ class Peak:
     bytes_per_s: float | None
     """Bytes a second of the device's memory."""
     why: str
-    """Where the numbers come from, or why there are none."""
+    """The source of the numbers, or why there are none."""
 
 
 def peak_of_gpu(name: str, dtype: str, *, in_fp8: bool) -> Peak:

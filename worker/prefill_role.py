@@ -45,7 +45,7 @@ class PrefillRole:
         self._sender = Sender(blocks.groups)
         self._tasks: dict[RequestKey, PrefillTask] = {}
         self._connections: dict[str, HandoffConnection] = {}
-        """By epoch, until they are retired."""
+        """Connections by epoch, until they are retired."""
 
     def __contains__(self, key: RequestKey) -> bool:
         return key in self._tasks or key in self._sender

@@ -55,7 +55,7 @@ Operation = Callable[[], int]
 
 
 class StepProgress:
-    """How far a rank's steps have come, down to the layer: compute notes what it has written, KV threads wait for it.
+    """The progress of a rank's steps, down to the layer: compute notes what it has written, KV threads wait for it.
 
     Steps are counted from 1 in the order in which they run. Layers are noted of long steps with prompts only: any other
     ends about as soon as its first layers do. On a GPU "written" means queued on the compute stream: each layer and

@@ -27,7 +27,7 @@ _HEADER = struct.Struct(">I")
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 _MAX_HELLO_BYTES = 64 * 1024
 HELLO_S = 5.0
-"""How long a peer that connects may take to say who it is; the next one waits for that long."""
+"""Seconds that a peer that connects may take to say who it is; the next one waits for that long."""
 
 M = TypeVar("M", bound=Message)
 

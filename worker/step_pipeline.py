@@ -156,7 +156,7 @@ class StepPipeline:
 
     @property
     def cost(self) -> StepCost | None:
-        """What steps have been found to cost; None before there are enough to tell."""
+        """The cost of steps, as it was found; None before there are enough to tell."""
         return self._step_clock.cost
 
     def advance(self, settings: WorkerSettings) -> bool:

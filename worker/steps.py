@@ -37,8 +37,8 @@ _SLOWEST = 20.0
 _UNITS = np.array([1.0, 1e2, 1e5, 1e1, 1e4])
 """Units in which parts are counted, so that none drowns in another's size."""
 _RIDGE = np.array([1e-4, 1e-6, 1e-3, 1e-4, 1e-3])
-"""How much each part is held to nothing. Where prompts were all of one size, what they cost is taken for the cost of
-their tokens, so that what two workers learned can be compared."""
+"""The weight by which each part is held to nothing. Where prompts were all of one size, what they cost is taken for the
+cost of their tokens, so that what two workers learned can be compared."""
 
 
 class DeviceSpan(Protocol):

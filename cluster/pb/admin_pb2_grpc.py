@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class StatusServiceStub(object):
-    """What one router knows of its workers; read-only, on its public port.
+    """Shows what one router knows of its workers; read-only, on its public port.
     """
 
     def __init__(self, channel):
@@ -48,7 +48,7 @@ class StatusServiceStub(object):
 
 
 class StatusServiceServicer(object):
-    """What one router knows of its workers; read-only, on its public port.
+    """Shows what one router knows of its workers; read-only, on its public port.
     """
 
     def GetStatus(self, request, context):
@@ -58,7 +58,7 @@ class StatusServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetActivity(self, request, context):
-        """What became of requests in the last minutes.
+        """Returns what became of requests in the last minutes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -86,7 +86,7 @@ def add_StatusServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class StatusService(object):
-    """What one router knows of its workers; read-only, on its public port.
+    """Shows what one router knows of its workers; read-only, on its public port.
     """
 
     @staticmethod
@@ -145,8 +145,8 @@ class StatusService(object):
 
 
 class AdminServiceStub(object):
-    """Where operators see and change the whole cluster: the controller, on a port of its own. Every change takes one path:
-    it names the version that it builds on, and is refused when another one came first or is being carried out.
+    """Lets operators see and change the whole cluster: the controller serves it, on a port of its own. Every change takes one
+    path: it names the version that it builds on, and is refused when another one came first or is being carried out.
     """
 
     def __init__(self, channel):
@@ -183,8 +183,8 @@ class AdminServiceStub(object):
 
 
 class AdminServiceServicer(object):
-    """Where operators see and change the whole cluster: the controller, on a port of its own. Every change takes one path:
-    it names the version that it builds on, and is refused when another one came first or is being carried out.
+    """Lets operators see and change the whole cluster: the controller serves it, on a port of its own. Every change takes one
+    path: it names the version that it builds on, and is refused when another one came first or is being carried out.
     """
 
     def GetCluster(self, request, context):
@@ -194,7 +194,7 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SetRoles(self, request, context):
-        """How many workers each role shall have.
+        """Sets how many workers each role shall have.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -215,7 +215,7 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchEvents(self, request, context):
-        """What happens, from the event after `after_sequence` on, for as long as the caller listens.
+        """Streams what happens, from the event after `after_sequence` on, for as long as the caller listens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -258,8 +258,8 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
-    """Where operators see and change the whole cluster: the controller, on a port of its own. Every change takes one path:
-    it names the version that it builds on, and is refused when another one came first or is being carried out.
+    """Lets operators see and change the whole cluster: the controller serves it, on a port of its own. Every change takes one
+    path: it names the version that it builds on, and is refused when another one came first or is being carried out.
     """
 
     @staticmethod
@@ -399,8 +399,8 @@ class AdminService(object):
 
 
 class WorkerControlServiceStub(object):
-    """What one worker can be made to do. Each worker serves it, beside its sessions; the controller serves it on the port of
-    the AdminService, and passes every call on to the worker that the request names by `worker_id`.
+    """Makes one worker do something. Each worker serves it, beside its sessions; the controller serves it on the port of the
+    AdminService, and passes every call on to the worker that the request names by `worker_id`.
     """
 
     def __init__(self, channel):
@@ -417,8 +417,8 @@ class WorkerControlServiceStub(object):
 
 
 class WorkerControlServiceServicer(object):
-    """What one worker can be made to do. Each worker serves it, beside its sessions; the controller serves it on the port of
-    the AdminService, and passes every call on to the worker that the request names by `worker_id`.
+    """Makes one worker do something. Each worker serves it, beside its sessions; the controller serves it on the port of the
+    AdminService, and passes every call on to the worker that the request names by `worker_id`.
     """
 
     def FlushPrefixCache(self, request, context):
@@ -445,8 +445,8 @@ def add_WorkerControlServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WorkerControlService(object):
-    """What one worker can be made to do. Each worker serves it, beside its sessions; the controller serves it on the port of
-    the AdminService, and passes every call on to the worker that the request names by `worker_id`.
+    """Makes one worker do something. Each worker serves it, beside its sessions; the controller serves it on the port of the
+    AdminService, and passes every call on to the worker that the request names by `worker_id`.
     """
 
     @staticmethod
@@ -511,7 +511,7 @@ class ControlServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetDemand(self, request, context):
-        """What clients have asked of this router lately.
+        """Returns what clients have asked of this router lately.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -153,7 +153,7 @@ class CudaDriver:
         return int(found.location.id)
 
     def _access(self, handle: int, device: int) -> ctypes.Array[AccessDescription]:
-        """For the GPU that uses the memory and the one that has it: a copy may run on either."""
+        """Describes access for the GPU that uses the memory and the one that has it: a copy may run on either."""
         users = sorted({device, self.owner_of(handle)})
         descriptions = [AccessDescription(_Location(_ON_DEVICE, user), _READ_WRITE) for user in users]
         return (AccessDescription * len(users))(*descriptions)

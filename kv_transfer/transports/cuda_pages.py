@@ -67,7 +67,7 @@ def make_pair(meeting: Meeting) -> RingPair:
 
 
 def new_memory(device: torch.device) -> DevicePool:
-    """For this worker's KV pool. Raises TransferFailed."""
+    """Returns memory for this worker's KV pool. Raises TransferFailed."""
     torch.cuda.synchronize(device)
     return DevicePool(cuda_driver(), device)
 

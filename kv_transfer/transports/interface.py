@@ -202,7 +202,7 @@ class Meeting:
     pages: Tensor | None = None
     """This side's KV pool, [L, 2, N, B, H, D]; where pages are shared, the other side's differs in N alone."""
     memory: PoolMemory | None = None
-    """What that pool lies in; None: where no other process can map it."""
+    """The memory that this pool lies in; None: no other process can map it."""
 
 
 def reason_of(error: Exception) -> str:

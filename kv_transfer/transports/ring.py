@@ -82,7 +82,7 @@ class SharedPool:
 
     @property
     def num_blocks(self) -> int:
-        """Of this side's pool."""
+        """The number of blocks of this side's pool."""
         return self._pages.shape[2]
 
     def export(self) -> int:

@@ -1,4 +1,4 @@
-"""Which transports this machine can use, and the module that makes a transport's pair.
+"""The transports that this machine can use, and the module that makes a transport's pair.
 
 `cluster.transports` names the transports. Each is a module of that name in this folder with two functions:
 `make_pair(meeting)`, one side of a pair once the other side is there, and `obstacle()`, why this machine cannot use it.
@@ -42,7 +42,7 @@ class PageTransport(Transport, Protocol):
     """A module of a transport that shares pages."""
 
     def new_memory(self, device: torch.device) -> PoolMemory:
-        """For this worker's KV pool. Raises TransferFailed."""
+        """Returns memory for this worker's KV pool. Raises TransferFailed."""
         ...
 
 

@@ -73,7 +73,7 @@ def make_pair(meeting: Meeting) -> RingPair:
 
 
 def new_memory(device: torch.device) -> HostPool:
-    """For this worker's KV pool."""
+    """Returns memory for this worker's KV pool."""
     return HostPool()
 
 

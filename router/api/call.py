@@ -25,7 +25,7 @@ INLINE_BYTES = 8 * 1024
 LONGEST_NAME = 256
 """Characters of request_id, cache_salt, session_id."""
 MOST_MESSAGES, MOST_TOOLS = 2048, 1024
-"""Of one conversation."""
+"""Most messages and most tools of one conversation."""
 MOST_BIASED_TOKENS = 1024
 MOST_PRIORITY = 10
 """Priorities go from -10 to 10; 0 unless the client says otherwise."""

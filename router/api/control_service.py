@@ -1,4 +1,5 @@
-"""What operators and the controller call of a router: StatusService, and ControlService on a port of its own.
+"""The services of a router that operators and the controller call: StatusService, and ControlService on a port of its
+own.
 
 They read the dispatcher and its fleet, and change nothing but the set of workers and the run-time settings.
 """
@@ -133,7 +134,7 @@ class ControlService:
 
     @property
     def drain_timeout_s(self) -> float:
-        """How long requests that run get to end before the router does."""
+        """Seconds that running requests get to end before the router does."""
         return self._settings.drain_timeout_s
 
     async def SetWorkers(self, request: admin_pb2.SetWorkersRequest, call: Call) -> admin_pb2.SetWorkersResponse:

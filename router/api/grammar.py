@@ -80,7 +80,7 @@ class Grammars:
         self._compile_s_per_min = compile_s_per_min
         self._clock = clock
         self._trying: dict[tuple[str, bytes], asyncio.Task[str | ValueError]] = {}
-        """By tenant and grammar: several requests with one grammar try it once."""
+        """Trials of grammars by tenant and grammar: several requests with one grammar try it once."""
         self._known: OrderedDict[bytes, str | ValueError] = OrderedDict()
 
     async def compile(self, kind: str, text: str, principal: Principal) -> str:

@@ -217,7 +217,8 @@ def _output(
 
 
 def most_prompt_logprobs(num_prompt_tokens: int) -> int:
-    """How many alternatives for each prompt token LARGEST_STARTED_BYTES hold; -1: not even the tokens' own logprobs.
+    """Returns how many alternatives for each prompt token LARGEST_STARTED_BYTES hold; -1: not even the tokens' own
+    logprobs.
 
     A TokenLogprob takes at most 23 bytes, and 13 more for each alternative.
     """

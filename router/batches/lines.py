@@ -36,7 +36,7 @@ from router.openai.bodies import read_json
 
 MOST_LINES = 50_000
 MOST_PROBLEMS = 100
-"""How many problems of one file are reported."""
+"""Most problems of one file that are reported."""
 LONGEST_CUSTOM_ID = 512
 _FIELDS = frozenset({"custom_id", "method", "url", "body"})
 _AT_ONCE = 50

@@ -333,7 +333,7 @@ def _values(record: StoredRecord) -> tuple[Any, ...]:
 
 
 def _held(claim: BatchClaim | None) -> tuple[Any, ...]:
-    """As `is_held` of the scripts takes it."""
+    """Returns a claim as `is_held` of the scripts takes it."""
     return () if claim is None else (claim.batch_id, claim.owner, claim.epoch)
 
 

@@ -28,7 +28,7 @@ from cluster.protocol import check_protocol, spoken
 
 DAY_S = 24 * 3600
 KEPT_S = 30 * DAY_S
-"""How long a file is kept unless its owner says otherwise, and the record of a batch after its end."""
+"""Seconds that a file is kept unless its owner says otherwise, and the record of a batch after its end."""
 
 log = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ class TenantLimits:
     """Bounds on what one tenant keeps in a store. Results of batches count, and are never refused."""
 
     most_bytes: int
-    """Of its files."""
+    """Most bytes of its files."""
     most_files: int
     most_batches: int
     """Records of batches, also of those that are over."""
@@ -308,7 +308,7 @@ class BatchStore(Protocol):
         ...
 
     async def counts(self, batch_id: str) -> tuple[int, int]:
-        """How many lines were answered well, and with an error."""
+        """Returns how many lines were answered well, and how many with an error."""
         ...
 
     async def answered(self, batch_id: str) -> frozenset[int]:

@@ -1,1 +1,1 @@
-"""What can be seen of a router: metrics, traces, and the page at `/`."""
+"""The views of a router for those who watch it: metrics, traces, and the page at `/`."""

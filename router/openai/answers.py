@@ -1,4 +1,4 @@
-"""What the HTTP API answers: the type of every object.
+"""The answers of the HTTP API: the type of every object.
 
 The types are dictionaries, from which pydantic makes the schemas of /openapi.json. They are written as JSON as they
 are: with a model in between, the chunk of a token takes 5.5 us instead of 3.3.
@@ -139,7 +139,7 @@ class ChunkHead(AnswerHead):
     usage: NotRequired[TokenUsage | None]
     """Present if it is asked for, and null in all chunks but the last."""
     resumable: NotRequired[bool]
-    """Of a stream that may be resumed, in the first chunk and where it changes: whether it survives its router."""
+    """Whether a stream that may be resumed survives its router; in the first chunk and where it changes."""
 
 
 @closed

@@ -203,7 +203,7 @@ class OpenAiApp:
         return JSONResponse(answer)
 
     async def _metrics(self, request: Request) -> Response:
-        """Where keys are needed, one with the scope admin."""
+        """Answers the page of metrics. Where keys are needed, it needs one with the scope admin."""
         self._check(request, STATUS)
         page = b"".join(map(generate_latest, self._registries))
         return Response(page, media_type=CONTENT_TYPE_LATEST)

@@ -1,4 +1,4 @@
-"""What clients of the OpenAI API send: every field that is known here, with its type.
+"""The bodies that clients of the OpenAI API send: every field that is known here, with its type.
 
 An unknown field is refused by name, so that nothing is ignored silently; `IGNORED` are those that clients send as a
 matter of course and that change nothing of an answer. `router.api.validate`, which every front end shares, checks the

@@ -45,7 +45,7 @@ TokenBytes = Callable[[int], bytes]
 
 @dataclass(frozen=True)
 class Form:
-    """How the answers to one call look."""
+    """The form of the answers to one call."""
 
     is_chat: bool
     created: int
@@ -56,7 +56,7 @@ class Form:
     includes_usage: bool
     token_bytes: TokenBytes
     stop_token_ids: frozenset[int]
-    """Those that the client named; the model's own end-of-sequence tokens are not among them."""
+    """Stop tokens that the client named; the model's own end-of-sequence tokens are not among them."""
 
     @classmethod
     def of(cls, body: CompletionBody | ChatBody, token_bytes: TokenBytes) -> Form:
@@ -130,7 +130,7 @@ class Form:
 
 @dataclass
 class ChoicePosition:
-    """How much of one choice a client has been sent."""
+    """The part of one choice that a client has been sent."""
 
     has_begun: bool = False
     num_tokens: int = 0
@@ -147,7 +147,8 @@ class ChoicePosition:
 
 @dataclass
 class StreamPosition:
-    """How far a client has come with a stream of one prompt: the id of an event, without what the body says again.
+    """The place in a stream of one prompt that a client has come to: the id of an event, without what the body says
+    again.
 
     gen-0123456789abcdef01234567.1764000000.12.7+31e.-.u: the generation, when it was created, 12 tokens of the first
     choice, all 7 of the second with 31 characters of logprobs, nothing of the third, and the usage.

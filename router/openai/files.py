@@ -40,7 +40,7 @@ from router.openai.http import BYTES, CALLS, HAS_BODY, Handler, Operation, check
 
 LONGEST_FILENAME = 255
 _BESIDE_BYTES = 64 * 1024
-"""How much longer than its file a body may be: the fields, and what multipart puts between."""
+"""Bytes by which a body may be longer than its file: the fields, and what multipart puts between."""
 _MOST_FIELDS = 8
 MOST_KEPT_BATCHES, MOST_OPEN_BATCHES = 10_000, 200
 """Batches of one tenant: those that it finds, and those that are not over."""

@@ -1,4 +1,4 @@
-"""How a body of completions is answered: whole as JSON, event by event, or as a line of a batch.
+"""Answers a body of completions: whole as JSON, event by event, or as a line of a batch.
 
     nothing sent -> (a failure: its status) | (the first event: 200, a stream) -> chunks -> [DONE], or an error in it
 
@@ -59,10 +59,10 @@ class CompletionCall:
     """One for each prompt."""
     form: Form
     names: Mapping[str, str]
-    """As in `failure_of`."""
+    """This client's names for fields of the .proto, as `failure_of` takes them."""
     may_resume: bool = False
     resumed: StreamPosition | None = None
-    """Where the client was when its stream broke; None: it begins."""
+    """The place where the client was when its stream broke; None: it begins."""
 
     @classmethod
     def read(cls, found: object, kind: BodyKind, request_id: str, token_bytes: TokenBytes) -> CompletionCall:

@@ -63,12 +63,12 @@ class Operation:
     chunk: Any = None
     """Type of what 200 streams, where the client asks for a stream; None: there is no stream."""
     media_type: str = JSON
-    """Of 200."""
+    """The media type of the answer 200."""
     body_media_type: str = JSON
     others: Mapping[int, Any] = field(default_factory=dict)
     """Further answers than an ErrorAnswer, by status."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """As in `failure_of`."""
+    """This client's names for fields of the .proto, as `failure_of` takes them."""
 
 
 def routes_of(operations: Iterable[Operation]) -> list[Route]:

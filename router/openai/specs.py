@@ -236,8 +236,8 @@ def _fill(struct: struct_pb2.Struct, value: Mapping[str, Any], field: str, most:
 
 
 def _num_values(value: object) -> int | None:
-    """How many values a JSON value holds, itself included; more than _MOST_VALUES are not counted to their end. None:
-    they nest too deep."""
+    """Returns how many values a JSON value holds, itself included; more than _MOST_VALUES are not counted to their end.
+    None: they nest too deep."""
     level, total = [value], 1
     for _ in range(_DEEPEST):
         inside = [each for each in level if isinstance(each, dict | list)]

@@ -81,9 +81,9 @@ class WaitingQueue:
         self._on_refused = on_refused
         self._waiters: dict[str, _Waiter] = {}
         self._suspects: dict[str, None] = {}
-        """Those among them that may have ended a worker: they are in no order, and run apart from the others."""
+        """Waiters that may have ended a worker: they are in no order, and run apart from the others."""
         self._aside: dict[str, None] = {}
-        """Those that go on with weights which no ready worker has: they are in no order, and in nobody's way."""
+        """Waiters that go on with weights which no ready worker has: they are in no order, and in nobody's way."""
         self._order = FairOrder()
         self._quotas = Quotas()
         self._swept_at = -_SWEEP_S

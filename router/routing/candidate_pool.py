@@ -99,7 +99,7 @@ class CandidatePool(Sequence[C]):
     def __init__(self, candidates: Iterable[C] = (), *, revision: str | None = None) -> None:
         """`revision`: all have these weights; None: any."""
         self.kv_tokens = 0
-        """Of all KV pools together."""
+        """Tokens of all KV pools together."""
         self.max_num_seqs = 0
         """Sequences that all decode at a time."""
         self.num_sized = 0
@@ -108,7 +108,8 @@ class CandidatePool(Sequence[C]):
         self._by_id: dict[str, C] = {}
         self._members: dict[str, _Member] = {}
         self._costs: dict[str, StepCost] = {}
-        """Of those that have measured it; where weights are mixed, those of each revision keep their own."""
+        """Step costs of the workers that have measured them; where weights are mixed, those of each revision keep their
+        own."""
         self._usual_cost = UsualCost()
         self._caches: dict[tuple[Holders, int], int] = {}
         """Tables and block sizes, with the bits of the workers that have them."""
@@ -146,11 +147,11 @@ class CandidatePool(Sequence[C]):
 
     @property
     def revisions(self) -> list[str]:
-        """Of the weights that any of them has, in order."""
+        """The revisions of the weights that any of them has, in order."""
         return sorted(self._by_revision)
 
     def of_revision(self, revision: str) -> CandidatePool[C]:
-        """Those that have these weights, as a pool that is kept as well."""
+        """Returns the workers that have these weights, as a pool that is kept as well."""
         found = self._by_revision.get(revision)
         return CandidatePool(revision=revision) if found is None else found
 
@@ -209,7 +210,7 @@ class CandidatePool(Sequence[C]):
 
     @property
     def usual_cost(self) -> UsualCost:
-        """Of all that have measured what their steps cost."""
+        """The usual cost of all that have measured what their steps cost."""
         if not self._is_mixed:
             self._replace_changed()
             return self._usual_cost
@@ -303,7 +304,7 @@ class CandidatePool(Sequence[C]):
 
 
 def of_revision(candidates: Some, revision: str) -> Some:
-    """Those that have these weights."""
+    """Returns the workers that have these weights."""
     if isinstance(candidates, CandidatePool):
         return candidates.of_revision(revision)
     return [candidate for candidate in candidates if candidate.weights_revision == revision]

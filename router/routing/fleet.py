@@ -89,10 +89,10 @@ class Fleet:
         self._slow = {role: CandidatePool[WorkerClient]() for role in (PREFILL, DECODE)}
         """Workers that may get it only while no other of their role may."""
         self._pools: dict[WorkerClient, CandidatePool[WorkerClient]] = {}
-        """Where each of those is."""
+        """The pool that each of those workers is in."""
         self._changed: dict[str, None] = {}
         self._lost: dict[str, bool] = {}
-        """What `has_lost` found since a worker changed."""
+        """Findings of `has_lost` since a worker changed."""
         self._removed: dict[WorkerClient, None] = {}
         """In the order in which they were removed."""
         self._closing: set[asyncio.Task[None]] = set()

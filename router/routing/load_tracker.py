@@ -34,7 +34,7 @@ class PlacementKind(StrEnum):
     LOCAL_SHORT = "local_short"
     """The part of the prompt that is not cached is too short to delay other sequences."""
     LOCAL_CACHED = "local_cached"
-    """As LOCAL_SHORT, with half of the prompt or more cached there."""
+    """LOCAL_SHORT, with half of the prompt or more cached there."""
     LOCAL_IDLE = "local_idle"
     """Every prefill worker is busy, and nothing decodes on this worker."""
     LOCAL_BESIDE = "local_beside"

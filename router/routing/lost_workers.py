@@ -1,4 +1,4 @@
-"""What happens to requests when a worker is lost, stalls, or cannot go on with one of them.
+"""Decides what happens to requests when a worker is lost, stalls, or cannot go on with one of them.
 
     a worker is lost            each of its requests is placed again; one that may not be retried fails
     many are to be placed again as many at once as the budget of retries allows, the others wait at the queue's head

@@ -33,7 +33,8 @@ class Step(NamedTuple):
 
 
 class Depths:
-    """How many blocks of a prompt each worker holds. A group is looked into only when it matters who holds how much."""
+    """The number of blocks of a prompt that each worker holds. A group is looked into only when it matters who holds
+    how much."""
 
     def __init__(self, table: Holders, hashes: PrefixHashes) -> None:
         self.groups: list[tuple[int, int]] = []
@@ -41,7 +42,7 @@ class Depths:
         self._table = table
         self._hashes = hashes
         self._masks: dict[int, int] = {}
-        """By a number of blocks, the bits of the workers that hold the last of them."""
+        """The bits of the workers that hold the last block of so many, by the number of blocks."""
 
     def deepest_first(self, among: int) -> Iterator[Step]:
         """Yields steps of the workers whose bits are in `among`, as far as they hold a block."""
@@ -100,7 +101,8 @@ class Holders:
 
     def __init__(self) -> None:
         self._tables: list[dict[bytes, int]] = [{} for _ in range(256)]
-        """By the first byte of a block's hash: Python copies a table that grows, of a million blocks for 40 ms."""
+        """Tables by the first byte of a block's hash: Python copies a table that grows, of a million blocks for 40
+        ms."""
         self._masks: dict[int, int] = {}
         """Each set of workers, to be shared."""
         self._members = 0
@@ -196,7 +198,7 @@ class PromptHashes:
         self._salt = salt
         self._by_block_size: dict[int, PrefixHashes] = {}
         self._found: dict[int, tuple[Holders, int, Depths]] = {}
-        """By block size: the table, its version, and the depths found there."""
+        """The table, its version, and the depths found there, by block size."""
 
     def of(self, block_size: int) -> PrefixHashes:
         if block_size not in self._by_block_size:
@@ -303,7 +305,7 @@ class Candidate(Protocol):
 
     @property
     def prefix_index(self) -> PrefixIndex | None:
-        """What its prefix cache holds; None: that is not known."""
+        """The index of what its prefix cache holds; None: that is not known."""
         ...
 
     def num_cached_tokens(self, prompt: PromptHashes) -> int:

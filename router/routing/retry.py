@@ -1,4 +1,4 @@
-"""Where a request goes when an attempt at it has failed. Pure: the ready workers in, a placement out.
+"""Decides where a request goes when an attempt at it has failed. Pure: the ready workers in, a placement out.
 
     another prefill worker, to the same decode worker, which keeps the KV that has arrived
     -> no prefill worker is left, or it is the last attempt: the decode worker computes what is missing itself

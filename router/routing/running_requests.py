@@ -23,7 +23,8 @@ from router.stream.request import Attempt, LiveRequest
 
 
 class RunningRequests:
-    """By generation id. `on_decision` is called with the seconds that each choice of workers took."""
+    """The requests that run, by generation id. `on_decision` is called with the seconds that each choice of workers
+    took."""
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class RunningRequests:
         return list(self.iterate_on(worker))
 
     def iterate_on(self, worker: WorkerClient) -> Iterator[LiveRequest]:
-        """As `on`, for as long as nothing changes."""
+        """Iterates over what `on` lists, for as long as nothing changes."""
         return map(self._running.__getitem__, self._on_worker.get(worker, ()))
 
     def num_on(self, worker: WorkerClient) -> int:
@@ -112,7 +113,7 @@ class RunningRequests:
         return placement is not None
 
     def _next(self, live: LiveRequest) -> Placement | None:
-        """Where a request goes after its last failed attempt; None: nowhere, or none has failed here."""
+        """Returns where a request goes after its last failed attempt; None: nowhere, or none has failed here."""
         if live.retry.failure is None or not live.attempts:
             return None
         candidates = self._fleet.candidates(live.weights_revision)

@@ -69,7 +69,7 @@ class _Record:
     """Windows in a row that were too slow."""
     speed: Speed = Speed.USUAL
     left_s: float = 0.0
-    """Of the pause."""
+    """Seconds that are left of the pause."""
     pause_s: float = 0.0
     """The last one."""
     usual_s: float = 0.0
@@ -142,7 +142,7 @@ class _Peers:
         self._ratios = sorted(record.ratio for record in records if _counts(record, record.speed))
 
     def usual_ratio(self, record: _Record) -> float:
-        """How slow the peers of a worker are, which may be the machine's fault; at least 1."""
+        """Returns how slow the peers of a worker are, which may be the machine's fault; at least 1."""
         ratios, own = self._ratios, len(self._ratios)
         if _counts(record, record.speed):
             own = bisect_left(ratios, record.ratio)

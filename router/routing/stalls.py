@@ -68,7 +68,7 @@ class _Record:
     suspicion: str = ""
     """Why it is a suspect; empty: it is none."""
     is_process_silent: bool = False
-    """Which silence made it a suspect."""
+    """The silence of the process made it a suspect, not that of the engine."""
 
 
 @dataclass(frozen=True)

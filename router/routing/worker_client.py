@@ -143,7 +143,7 @@ class WorkerClient:
         self.speed = Speed.USUAL
         self.is_reserved = False
         self.crash: Crash | None = None
-        """How the last process ended by itself; None: it runs, did not, or nothing is known of that."""
+        """The record of how the last process ended by itself; None: it runs, did not, or nothing is known of that."""
         self._crash_reader: CrashReader | None = None
         self.refusal = ""
         """Why no session can be had with it that another attempt would change; empty: nothing is known of that."""

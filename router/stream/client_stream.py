@@ -58,7 +58,7 @@ class StreamReader:
         self.is_kept = is_kept
         self.traceparent = traceparent
         self.is_resumable: bool | None = None
-        """What the client has been told of it; None: nothing yet."""
+        """The latest that the client has been told of whether it is resumable; None: nothing yet."""
         self._is_replaced = False
 
     def check(self) -> None:
@@ -149,7 +149,7 @@ class MessageRate:
 
     @property
     def spacing_s(self) -> float:
-        """How long a stream waits after a message with tokens; 0: not at all."""
+        """Seconds that a stream waits after a message with tokens; 0: not at all."""
         spacing_s = min(self._num_streams / self._messages_per_s, MOST_SPACING_S)
         return spacing_s if spacing_s > LEAST_SPACING_S else 0.0
 

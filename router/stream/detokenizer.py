@@ -35,7 +35,7 @@ class Detokenizer(Protocol):
 
 
 class ByteDetokenizer:
-    """For decoders that turn each token into bytes by itself."""
+    """The detokenizer for decoders that turn each token into bytes by itself."""
 
     def __init__(self, bytes_of: Callable[[int], bytes], whole: dict[int, str] | None = None) -> None:
         """`whole`: the texts of tokens that begin and end with a character, which all detokenizers of a tokenizer share
@@ -63,7 +63,7 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For every other decoder: text of (tokens before + new tokens) minus text of the tokens before.
+    """The detokenizer for every other decoder: text of (tokens before + new tokens) minus text of the tokens before.
 
     Equal to decoding all tokens together for every valid text; a decoder that judges a long run of byte tokens as one
     may replace more characters in an invalid one.
@@ -165,7 +165,7 @@ class _Automaton:
 
 
 def _fallbacks(stop: str) -> list[int]:
-    """For each length of a beginning: the length of its longest proper suffix that is a beginning too."""
+    """Returns for each length of a beginning the length of its longest proper suffix that is a beginning too."""
     fallback = [0, 0]
     length = 0
     for character in stop[1:]:

@@ -151,7 +151,7 @@ def no_worker_to_itself(timeout_s: float) -> Unavailable:
 
 
 def waited_again_too_long(timeout_s: float) -> Unavailable:
-    """For a request that has run: it may be resumed."""
+    """Returns the error of a request that has run: it may be resumed."""
     return Unavailable(
         f"the request cannot go on: no worker was free again within {timeout_s:g} s; try again",
         retry_after_s=RETRY_AFTER_S,

@@ -37,10 +37,10 @@ _CANCELLED_OWNER = "cancelled"
 
 @dataclass(frozen=True)
 class Source(Generic[E]):
-    """Where the journal reads one generation."""
+    """The functions by which the journal reads one generation."""
 
     extent: Callable[[], E]
-    """How much there is now."""
+    """Returns how much there is now."""
     entry: Callable[[E | None], bytes]
     """All that there is, or what came after an extent."""
 
@@ -52,7 +52,7 @@ class _Page(Generic[E]):
     source: Source[E]
     claim: Claim
     stored: E | None = None
-    """How much of it is in the store. None: the next entry is to be a whole one."""
+    """The extent of it that is in the store. None: the next entry is to be a whole one."""
     number: int = 0
     is_refused: bool = False
     """The store had no room for it; it is asked again with the next refresh."""

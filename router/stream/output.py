@@ -43,7 +43,7 @@ class SequenceOutput:
         self.num_tokens = 0
         """Tokens of this sequence that are here and in order."""
         self.known_ids: list[int] = []
-        """Those tokens; another attempt does not change them any more."""
+        """The ids of those tokens; another attempt does not change them any more."""
         self.last_token_at: float | None = None
         """When its last token came; set by the request, which knows the time."""
         self.end: generation_pb2.SequenceEnd | None = None
@@ -177,7 +177,8 @@ class SequenceOutput:
         return False
 
     def _append_at_once(self, token_ids: Sequence[int]) -> None:
-        """As `_append`, for most tokens: the client holds none, they end nothing, and are ids and text alone."""
+        """Does what `_append` does, for most tokens: the client holds none, they end nothing, and are ids and text
+        alone."""
         if self._request.wants_text:
             self._texts.append(self._detokenizer.push(token_ids))
         self.num_tokens += len(token_ids)
@@ -248,7 +249,7 @@ class OutputBuffer:
         """Sequences whose end the client has not been sent."""
         self._has_news = False
         self._waiter: asyncio.Future[None] | None = None
-        """Of the one task that reads it, while that waits."""
+        """The future of the one task that reads it, while that waits."""
         self._pauses: set[asyncio.Future[None]] = set()
 
     @property
@@ -339,7 +340,7 @@ class OutputBuffer:
         return self.is_started and not (self._is_over or self._ended or self._is_heartbeat_due)
 
     def take_deltas(self) -> list[generation_pb2.GenerateStreamResponse]:
-        """As `take`, where `has_deltas_alone`."""
+        """Does what `take` does, where `has_deltas_alone`."""
         self._has_news = False
         deltas = list[generation_pb2.GenerateStreamResponse]()
         for sequence in self.sequences:

@@ -24,10 +24,10 @@ _CANCELLED = generation_pb2.FINISH_REASON_CANCELLED
 
 @dataclass(frozen=True)
 class Extent:
-    """How much of a generation there is, or is stored."""
+    """The extent of a generation that there is, or that is stored."""
 
     num_tokens: tuple[int, ...]
-    """For each sequence."""
+    """Tokens of each sequence."""
     has_ended: tuple[bool, ...]
     has_prompt_logprobs: bool
     num_crashes: int = 0

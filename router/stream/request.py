@@ -67,7 +67,7 @@ class Attempt:
     ended_at: float | None = None
     """None: no other attempt followed."""
     why: str = ""
-    """What ended it."""
+    """The reason for its end."""
     has_failed: bool = False
     """It ended, and not because the request was moved on purpose."""
 
@@ -141,7 +141,7 @@ class LiveRequest:
         self.first_token_at: float | None = None
         self.num_cached_tokens = 0
         self.num_moves = 0
-        """How often it was placed again."""
+        """Times that it was placed again."""
         self.is_stopped_here = False
         """A stop string ended at least one sequence."""
         self.observers: list[RequestObserver] = []
@@ -193,7 +193,7 @@ class LiveRequest:
 
     @property
     def exposed_s(self) -> float:
-        """How much longer than for its first token the client has waited for decode to begin; 0: no longer."""
+        """Seconds that the client has waited longer for decode to begin than for its first token; 0: no longer."""
         decode = self.lifecycle.instant(RequestState.DECODING, last=True)
         return 0.0 if decode is None or self.first_token_at is None else max(0.0, decode - self.first_token_at)
 

@@ -35,7 +35,7 @@ OBJECTIVES: Mapping[str, Callable[[Sample], float]] = {
     "tpot": lambda sample: sample.tpot_s,
     "e2el": lambda sample: sample.e2el_s,
 }
-"""What `--goodput` may limit."""
+"""The figures that `--goodput` may limit."""
 
 
 def figures_of(samples: Sequence[Sample], duration_s: float, objectives_ms: Mapping[str, float]) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class Sample:
     num_cached_tokens: int = 0
     """Tokens of the prompt that came from a cache, by the server's account."""
     num_moves: int = 0
-    """How often the request moved to another worker, by the server's account."""
+    """Times that the request moved to another worker, by the server's account."""
     num_gaps: int = 0
     """Messages that do not continue the one before: tokens were lost or repeated. Only gRPC numbers tokens."""
     placement: str = ""

@@ -1,4 +1,4 @@
-"""What a check is, what it reports, and how checks are run.
+"""Defines what a check is, what it reports, and how checks are run.
 
 A check is a function that takes a `Subject` and yields findings; it changes nothing and leaves nothing behind. Checks
 run at once, each on a thread of its own and within its time; those that send requests run one by one at the end. A
@@ -38,7 +38,7 @@ class Result(enum.Enum):
 
 
 class Half(enum.Enum):
-    """Which half of the report a check belongs to."""
+    """The half of the report that a check belongs to."""
 
     HERE = "this machine and its configuration"
     CLUSTER = "the running cluster"
@@ -60,12 +60,12 @@ def ok(found: str, **values: Value) -> Finding:
 
 
 def warning(found: str, remedy: str, **values: Value) -> Finding:
-    """For something that works, but not as well or as safely as it could."""
+    """Returns the finding of something that works, but not as well or as safely as it could."""
     return Finding(Result.WARNING, found, remedy, values)
 
 
 def problem(found: str, remedy: str, **values: Value) -> Finding:
-    """For something that keeps a cluster from serving as its configuration says."""
+    """Returns the finding of something that keeps a cluster from serving as its configuration says."""
     return Finding(Result.PROBLEM, found, remedy, values)
 
 

@@ -100,7 +100,7 @@ def flash_attn(subject: Subject) -> Iterator[Finding]:
 
 @check()
 def attention(subject: Subject) -> Iterator[Finding]:
-    """Which attention each role's workers would compute with, and why."""
+    """The attention that each role's workers would compute with, and why."""
     answers = yield from _answers(subject, "attention", "set engine.attention: auto")
     for role, answer in answers:
         found = f"{role}: {answer['name']} ({answer['why']})"
@@ -125,7 +125,7 @@ def kernels(subject: Subject) -> Iterator[Finding]:
 
 @check()
 def transport(subject: Subject) -> Iterator[Finding]:
-    """Which transports could carry KV from this machine, by `transfer.transport`."""
+    """The transports that could carry KV from this machine, by `transfer.transport`."""
     remedy = "set transfer.transport: auto"
     answers = yield from _answers(subject, "transports", remedy, needs_device=False)
     for role, usable in answers:

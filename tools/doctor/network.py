@@ -26,7 +26,7 @@ from tools.doctor.check import Finding, check, ok, problem, skipped, warning
 from tools.doctor.subject import Subject
 
 _TIME_ERROR = 5
-"""What adjtimex(2) returns where nothing keeps the clock in step."""
+"""The value that adjtimex(2) returns where nothing keeps the clock in step."""
 _TIMEX_BYTES = 256
 """A little more than the kernel's struct timex."""
 _REDIS_PORT = 6379
@@ -166,7 +166,7 @@ def _token(path: Path) -> Iterator[Finding]:
 
 
 def _token_file() -> Path:
-    """Where Ray looks for its token."""
+    """Returns where Ray looks for its token."""
     named = os.environ.get("RAY_AUTH_TOKEN_PATH")
     return Path(named) if named else Path.home() / ".ray" / "auth_token"
 

@@ -242,7 +242,7 @@ def _send(cluster: ClusterContact, token_ids: Sequence[int]) -> Probe:
 
 
 def _so_far(subject: Subject) -> str:
-    """How the router has placed other requests, if its metrics page can be read."""
+    """Tells how the router has placed other requests, if its metrics page can be read."""
     address = subject.status.router.metrics_address
     try:
         page = subject.cluster.page(address)

@@ -1,4 +1,4 @@
-"""What the checks look at: the configuration, what Baton's programs find on this machine, and the running cluster.
+"""The subject of the checks: the configuration, what Baton's programs find on this machine, and the running cluster.
 
     opened (programs start, the router and the controller are called) -> checks run -> closed
 
@@ -269,10 +269,10 @@ def fetch(address: str, path: str, tls: ClientTls | None, timeout_s: float) -> t
 
 
 def _router_address(config: ServingConfig | None) -> str:
-    """Where the configuration puts the router; empty: it does not say."""
+    """Returns where the configuration puts the router; empty: it does not say."""
     return address_here(config.router.host, config.router.port) if config and config.router.port else ""
 
 
 def _admin_address(config: ServingConfig | None) -> str:
-    """Where the configuration puts the AdminService; empty: it does not say."""
+    """Returns where the configuration puts the AdminService; empty: it does not say."""
     return address_here(config.admin.host, config.admin.port) if config and config.admin.port else ""

@@ -39,7 +39,7 @@ class RoutingContext:
     objectives: Objectives = field(default_factory=Objectives)
     """May be replaced while the router runs, as `limits` may: read both for each decision."""
     limits: RouterSection = field(default_factory=RouterSection)
-    """How much the router takes on at one time."""
+    """The limits of how much the router takes on at one time."""
     rng: random.Random = field(default_factory=random.Random)
     """Whatever the router draws at random."""
 

@@ -48,8 +48,8 @@ NEARLY = 1.05
 _LEAST_SHARE = 0.02
 """Least share of a decode worker's time that prompts get, even where the pace leaves nothing."""
 _BY_LOAD, _BY_CACHE, _OF_EQUALS = 4, 6, 2
-"""Of many workers: how many are looked at because they are the least busy ones, because of what they have cached, and
-how many of those have equally much."""
+"""Workers that are looked at, where there are many: the number of the least busy ones, the number of those chosen for
+what they have cached, and the most of these that have equally much."""
 _USUAL_TOKENS, _MANY_TOKENS = 1024, 8192
 """Prompts by which workers are compared before the request is known."""
 _MEMORY = 0.95
@@ -67,7 +67,7 @@ class Sessions:
         return len(self._homes)
 
     def home_of(self, key: SessionKey | None) -> Placement | None:
-        """Where the last turn was placed; None for no session, or an unknown one."""
+        """Returns where the last turn was placed; None for no session, or an unknown one."""
         return self._homes.get(key) if key is not None else None
 
     def on_placed(self, key: SessionKey | None, placement: Placement) -> None:
@@ -143,7 +143,7 @@ class Predicted(Policy):
         self._sessions = Sessions()
         self._least_loaded = LeastLoaded(context)
         self._mean = StepCost(0.0, 0.0, 0.0, 0.0, 0.0)
-        """What the last choice took for the cost of a worker that has measured nothing."""
+        """The cost that the last choice took for a worker that has measured nothing."""
         self._handoff_tokens = self._handoff_s = 0.0
         """Sums over recent hand-offs; older ones fade."""
 
@@ -222,7 +222,7 @@ class Predicted(Policy):
         return cost.of(load.prompts) + cost.of_prompt(_USUAL_TOKENS, 0)
 
     def _long_prompt_s(self, worker: Candidate) -> float:
-        """As `_prompt_s`: for a long prompt, a fast worker is worth a longer wait."""
+        """Does what `_prompt_s` does, for a long prompt: a fast worker is worth a longer wait to it."""
         cost, load = self._cost_of(worker), self._loads[worker.worker_id]
         return cost.of(load.prompts) + cost.of_prompt(_MANY_TOKENS, 0)
 
