@@ -145,8 +145,9 @@ class StatusService(object):
 
 
 class AdminServiceStub(object):
-    """Lets operators see and change the whole cluster: the controller serves it, on a port of its own. Every change takes one
-    path: it names the version that it builds on, and is refused when another one came first or is being carried out.
+    """Lets operators see and change the whole cluster: the controller serves it, on a port of its own. Every change
+    takes one path: it names the version that it builds on, and is refused when another one came first or is being
+    carried out.
     """
 
     def __init__(self, channel):
@@ -183,8 +184,9 @@ class AdminServiceStub(object):
 
 
 class AdminServiceServicer(object):
-    """Lets operators see and change the whole cluster: the controller serves it, on a port of its own. Every change takes one
-    path: it names the version that it builds on, and is refused when another one came first or is being carried out.
+    """Lets operators see and change the whole cluster: the controller serves it, on a port of its own. Every change
+    takes one path: it names the version that it builds on, and is refused when another one came first or is being
+    carried out.
     """
 
     def GetCluster(self, request, context):
@@ -258,8 +260,9 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
-    """Lets operators see and change the whole cluster: the controller serves it, on a port of its own. Every change takes one
-    path: it names the version that it builds on, and is refused when another one came first or is being carried out.
+    """Lets operators see and change the whole cluster: the controller serves it, on a port of its own. Every change
+    takes one path: it names the version that it builds on, and is refused when another one came first or is being
+    carried out.
     """
 
     @staticmethod
@@ -399,8 +402,8 @@ class AdminService(object):
 
 
 class WorkerControlServiceStub(object):
-    """Makes one worker do something. Each worker serves it, beside its sessions; the controller serves it on the port of the
-    AdminService, and passes every call on to the worker that the request names by `worker_id`.
+    """Makes one worker do something. Each worker serves it, beside its sessions; the controller serves it on the port of
+    the AdminService, and passes every call on to the worker that the request names by `worker_id`.
     """
 
     def __init__(self, channel):
@@ -417,8 +420,8 @@ class WorkerControlServiceStub(object):
 
 
 class WorkerControlServiceServicer(object):
-    """Makes one worker do something. Each worker serves it, beside its sessions; the controller serves it on the port of the
-    AdminService, and passes every call on to the worker that the request names by `worker_id`.
+    """Makes one worker do something. Each worker serves it, beside its sessions; the controller serves it on the port of
+    the AdminService, and passes every call on to the worker that the request names by `worker_id`.
     """
 
     def FlushPrefixCache(self, request, context):
@@ -445,8 +448,8 @@ def add_WorkerControlServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WorkerControlService(object):
-    """Makes one worker do something. Each worker serves it, beside its sessions; the controller serves it on the port of the
-    AdminService, and passes every call on to the worker that the request names by `worker_id`.
+    """Makes one worker do something. Each worker serves it, beside its sessions; the controller serves it on the port of
+    the AdminService, and passes every call on to the worker that the request names by `worker_id`.
     """
 
     @staticmethod
