@@ -53,19 +53,11 @@ class Fields:
 
     def size(self, name: str, default: int | None = None) -> int:
         """Returns a positive integer; a null counts as absent."""
-        value = self._values.get(name)
-        if value is None and default is not None:
-            return default
-        if type(value) is not int or value < 1:
-            raise CheckpointError(f"{self._where}: {name} must be a positive integer (got {value!r})")
-        return self._at_most(name, value, _LARGEST_SIZE)
+        return self._integer(name, default, 1, "a positive integer")
 
     def count(self, name: str, default: int) -> int:
         """Returns an integer from 0 on; a null counts as absent."""
-        value = default if self._values.get(name) is None else self._values[name]
-        if type(value) is not int or value < 0:
-            raise CheckpointError(f"{self._where}: {name} must be an integer from 0 on (got {value!r})")
-        return self._at_most(name, value, _LARGEST_SIZE)
+        return self._integer(name, default, 0, "an integer from 0 on")
 
     def number(self, name: str, default: float | None = None) -> float:
         """Returns a positive finite number; a null counts as absent."""
@@ -93,6 +85,12 @@ class Fields:
         if value is not None and not isinstance(value, dict):
             raise CheckpointError(f"{self._where}: {name} must be an object (got {value!r})")
         return Fields(value or {}, f"{self._where}: {name}")
+
+    def _integer(self, name: str, default: int | None, least: int, what: str) -> int:
+        value = default if self._values.get(name) is None else self._values[name]
+        if type(value) is not int or value < least:
+            raise CheckpointError(f"{self._where}: {name} must be {what} (got {value!r})")
+        return self._at_most(name, value, _LARGEST_SIZE)
 
     def _at_most(self, name: str, value: N, limit: float) -> N:
         if value > limit:

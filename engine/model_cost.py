@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
@@ -25,7 +25,7 @@ from cluster.kv_groups import num_rows
 from cluster.text import format_bytes
 from engine.kv.pool import cell_size
 from engine.models.config import ModelConfig
-from engine.models.experts import ExpertsConfig
+from engine.models.experts import MXFP4_GROUP, ExpertsConfig
 from engine.models.shapes import (
     MatrixShape,
     expert_vector_elements,
@@ -36,7 +36,7 @@ from engine.models.shapes import (
 )
 from engine.native.structures import INT4_ZEROS, INT8, MXFP4
 from engine.quantization.blocks import GROUP, Blocks
-from engine.quantization.integers import MXFP4_GROUP, multiplies_quantized, stored_bytes
+from engine.quantization.integers import multiplies_quantized, stored_bytes
 from engine.quantization.interface import Kernels, TritonProducts, weight_formats
 from engine.quantization.microscaled import Microscaling
 from engine.quantization.packed import Packing
@@ -45,7 +45,7 @@ from engine.quantization.scaled import Scaling
 from engine.quantization.stored import Stored
 from engine.step_input import StepInput
 
-_FLOATS = ("F32", "F16", "BF16")
+_FLOATS = frozenset({"F32", "F16", "BF16"})
 """Types of GGUF that are decoded by themselves."""
 
 Lengths = npt.NDArray[np.int64]
@@ -201,23 +201,21 @@ def _kept(config: ModelConfig, matrix: MatrixShape, form: WeightForm, is_read: b
     """All matrices of one size. `is_read`: bytes of one form, where weights are kept in two."""
     packing = _packing_of(config, matrix)
     if not isinstance(packing, Blocks):
-        size = matrix.count * _linear_bytes(config, matrix, form, is_read)
-        yield _Kept(_stored_name(config, packing), _kept_name(config, matrix, form), size)
+        kept, size = _kept_as(config, matrix, form, packing, is_read)
+        yield _Kept(_stored_name(config, packing), kept, matrix.count * size)
         return
     for layer in range(config.num_hidden_layers):
         names = [f"model.layers.{layer}.{part}" for part in matrix.parts]
+        types = {packing.stored_type(name) for name in names}
         kind = None
         if form.keeps_codes:
             kind = packing.kept_kind(names, matrix.num_inputs, form.quantization, form.are_in_triton)
-        stored = f"GGUF {' + '.join(sorted({packing.stored_type(name) for name in names}))}"
         if kind is None:
-            unpacked = replace(config, packing=None)
-            is_float = all(packing.stored_type(name) in _FLOATS for name in names)
-            kept = _kept_name(unpacked, matrix, form) if is_float else _decoded_name(form)
-            yield _Kept(stored, kept, _linear_bytes(unpacked, matrix, form, is_read))
+            kept, size = _kept_as(config, matrix, form, None if types <= _FLOATS else packing, is_read)
         else:
+            kept = f"kept as {'int4' if kind == INT4_ZEROS else 'int8'} in groups of {GROUP}"
             size = stored_bytes(matrix.shape, kind, GROUP, form.are_codes_tiled)
-            yield _Kept(stored, f"kept as {'int4' if kind == INT4_ZEROS else 'int8'} in groups of {GROUP}", size)
+        yield _Kept(f"GGUF {' + '.join(sorted(types))}", kept, size)
 
 
 def _packing_of(config: ModelConfig, matrix: MatrixShape) -> Stored | None:
@@ -235,46 +233,32 @@ def _stored_name(config: ModelConfig, packing: Stored | None) -> str:
     return f"{packing.method} in {packing.bits} bits" if isinstance(packing, Packing) else config.dtype
 
 
-def _kept_name(config: ModelConfig, matrix: MatrixShape, form: WeightForm) -> str:
-    packing = _packing_of(config, matrix)
-    if not matrix.is_rounded or (packing is None and form.quantization == "none"):
-        return "as it is" if form.dtype == config.dtype else f"computed in {form.dtype}"
-    if packing is None:
-        return f"rounded to {form.quantization}"
+def _kept_as(
+    config: ModelConfig, matrix: MatrixShape, form: WeightForm, packing: Stored | None, is_read: bool = False
+) -> tuple[str, int]:
+    """Returns how one such matrix is kept, for a log, and its bytes. `packing`: how the checkpoint has it in codes;
+    blocks are those that no kernel takes. `is_read`: bytes of one form, where it is kept in two."""
+    as_it_is = "as it is" if form.dtype == config.dtype else f"computed in {form.dtype}"
+    if not matrix.is_laid_out:
+        return as_it_is, matrix.num_elements * form.element_type.itemsize
+    if not matrix.is_rounded:
+        return as_it_is, form.unrounded_bytes_of(matrix.shape)
     if form.keeps_codes and isinstance(packing, Scaling):
-        return "kept as int8"
+        return "kept as int8", stored_bytes(matrix.shape, INT8, 0, form.are_codes_tiled)
     if form.keeps_codes and isinstance(packing, Microscaling) and packing.can_keep(matrix.num_inputs):
-        return "kept as it is"
+        return "kept as it is", stored_bytes(matrix.shape, MXFP4, MXFP4_GROUP, form.are_codes_tiled)
     if form.keeps_codes and isinstance(packing, Packing):
         group = packing.kept_group(matrix.num_inputs, matrix.num_ranks)
         if group is not None:
-            return f"kept as int4 in groups of {group}"
-    return _decoded_name(form)
-
-
-def _decoded_name(form: WeightForm) -> str:
-    return f"decoded to {form.dtype}" if form.quantization == "none" else f"rounded to {form.quantization}"
-
-
-def _linear_bytes(config: ModelConfig, linear: MatrixShape, form: WeightForm, is_read: bool = False) -> int:
-    """Bytes of one such matrix; `is_read`: of one form, where it is kept in two."""
-    if not linear.is_laid_out:
-        return linear.num_elements * form.element_type.itemsize
-    if not linear.is_rounded:
-        return form.unrounded_bytes_of(linear.shape)
-    packing = _packing_of(config, linear) if form.keeps_codes else None
-    assert not isinstance(packing, Blocks), "blocks are kept by their names"
-    if isinstance(packing, Scaling):
-        return stored_bytes(linear.shape, INT8, 0, form.are_codes_tiled)
-    if isinstance(packing, Microscaling) and packing.can_keep(linear.num_inputs):
-        return stored_bytes(linear.shape, MXFP4, MXFP4_GROUP, form.are_codes_tiled)
-    group = None if not isinstance(packing, Packing) else packing.kept_group(linear.shape[1], linear.num_ranks)
-    if isinstance(packing, Packing) and group is not None:
-        order = linear.shape[1] * torch.int64.itemsize if packing.is_scattered(linear.shape[1]) else 0
-        return stored_bytes(linear.shape, INT4_ZEROS, group, form.are_codes_tiled) + order
-    if is_read and form.quantization == "none" and not form.is_tiled:
-        return linear.num_elements * form.element_type.itemsize
-    return form.bytes_of(linear.shape)
+            order = matrix.num_inputs * torch.int64.itemsize if packing.is_scattered(matrix.num_inputs) else 0
+            size = stored_bytes(matrix.shape, INT4_ZEROS, group, form.are_codes_tiled)
+            return f"kept as int4 in groups of {group}", size + order
+    kept = as_it_is if packing is None else f"decoded to {form.dtype}"
+    if form.quantization != "none":
+        kept = f"rounded to {form.quantization}"
+    elif is_read and not form.is_tiled:
+        return kept, matrix.num_elements * form.element_type.itemsize
+    return kept, form.bytes_of(matrix.shape)
 
 
 @dataclass(frozen=True)
@@ -331,7 +315,7 @@ class ModelFlops:
             head_flops=2 * head.num_elements,
             layers_bytes=layers_multiplied_bytes(config, tp_size, form, of_experts=False),
             experts_bytes=layers_multiplied_bytes(config, tp_size, form, of_experts=True),
-            head_bytes=_linear_bytes(config, head, form, is_read=True),
+            head_bytes=_kept_as(config, head, form, None, is_read=True)[1],
             pair_flops=2 * config.num_attention_heads // tp_size * sum(_pair_widths(config, is_prompt=True)),
             generated_pair_flops=2 * config.num_attention_heads // tp_size * sum(_pair_widths(config, is_prompt=False)),
             kv_layer_bytes=kv_layer_bytes(config, tp_size, kv_dtype),

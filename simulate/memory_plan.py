@@ -10,7 +10,6 @@ from typing import Any
 
 from cluster.config.choices import QuantizationName
 from cluster.errors import ConfigError
-from engine.models.config import MAX_EXPANDED
 from simulate.devices import DeviceSpec
 from simulate.shapes import DeviceLayout, ModelShape
 
@@ -46,7 +45,7 @@ class MemoryQuestion:
     def engine_bytes(self, layout: DeviceLayout) -> int:
         """Rotary positions; on a GPU also graphs, communicators, slots of hand-offs and slack."""
         shape = self.shape
-        rope_dim = shape.latent.rope_dim if shape.latent else shape.head_dim
+        rope_dim = shape.latent.qk_rope_head_dim if shape.latent else shape.head_dim
         rope = 2 * shape.max_position_embeddings * rope_dim * shape.element_bytes
         if not self.device.is_gpu:
             return rope
@@ -193,10 +192,9 @@ def _expanded_elements(shape: ModelShape, tp_size: int) -> int:
     """Elements of keys and values that are made of latents at a time, by way of both together and of both padded."""
     if shape.latent is None:
         return 0
-    width = max(shape.latent.nope_dim + shape.latent.rope_dim, shape.latent.value_dim)
-    at_once = max(1, MAX_EXPANDED // (shape.max_position_embeddings * width))
-    heads = min(shape.num_attention_heads // tp_size, at_once)
-    return 4 * shape.max_position_embeddings * width * heads
+    longest = shape.max_position_embeddings
+    heads = shape.latent.heads_at_once(longest, shape.num_attention_heads // tp_size)
+    return 4 * longest * shape.latent.expanded_dim * heads
 
 
 def _mlp_elements(shape: ModelShape, layout: DeviceLayout) -> int:

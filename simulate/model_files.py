@@ -11,10 +11,11 @@ from cluster.errors import CheckpointError, ConfigError
 from cluster.model_folder import CONTEXT_NAMES
 from engine.json_fields import Fields, read_json
 from engine.models.config import ModelConfig
+from engine.models.deepseek import read_latent
 from engine.models.family import read_num_layers
 from engine.models.registry import FAMILIES, architecture_of, read_config
 from simulate.known_models import KNOWN_MODELS
-from simulate.shapes import ExpertsShape, LatentShape, ModelShape
+from simulate.shapes import ExpertsShape, ModelShape
 
 _NOT_GATED = ("OPT", "Bloom", "GPT2", "GPTNeoX", "GPTJ", "GPTBigCode", "Falcon", "Phi", "MPT", "Starcoder2")
 """Families, by how their architectures begin, whose MLP has two matrices of, mostly, four times the hidden size."""
@@ -82,7 +83,7 @@ def read_shape(values: dict[str, Any], where: str, name: str) -> ModelShape:
         has_output_bias=served.attention_output_bias if served else has_bias,
         has_mlp_bias=served.mlp_bias if served else fields.flag("mlp_bias"),
         experts=_experts_of(served) if served else _experts(fields),
-        latent=_latent(fields),
+        latent=None if fields.get("kv_lora_rank") is None else read_latent(fields),
     )
     if shape.latent is None and heads % shape.num_key_value_heads:
         raise CheckpointError(
@@ -181,15 +182,3 @@ def _experts(fields: Fields) -> ExpertsShape | None:
 
 def _dense_size(fields: Fields) -> int:
     return fields.size("intermediate_size")
-
-
-def _latent(fields: Fields) -> LatentShape | None:
-    if fields.get("kv_lora_rank") is None:
-        return None
-    return LatentShape(
-        query_rank=0 if fields.get("q_lora_rank") is None else fields.size("q_lora_rank"),
-        kv_rank=fields.size("kv_lora_rank"),
-        nope_dim=fields.size("qk_nope_head_dim"),
-        rope_dim=fields.size("qk_rope_head_dim"),
-        value_dim=fields.size("v_head_dim"),
-    )

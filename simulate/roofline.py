@@ -105,13 +105,13 @@ class ComputedCurve:
         """Each pair of a token and a key that it sees, of the heads of one device."""
         shape, heads = self._shape, self._shape.num_attention_heads // self._layout.tp_size
         latent = shape.latent
-        width = 2 * shape.head_dim if latent is None else latent.nope_dim + latent.rope_dim + latent.value_dim
+        width = 2 * shape.head_dim if latent is None else latent.qk_head_dim + latent.v_head_dim
         return 2 * heads * width * shape.num_hidden_layers * num_attended / self._attention_flops
 
     def _sequences_s(self, num_kv_tokens: float) -> float:
         shape, heads = self._shape, self._shape.num_attention_heads // self._layout.tp_size
         latent = shape.latent
-        width = 2 * shape.head_dim if latent is None else 2 * latent.kv_rank + latent.rope_dim
+        width = 2 * shape.head_dim if latent is None else latent.width + latent.kv_lora_rank
         flops = 2 * heads * width * shape.num_hidden_layers * num_kv_tokens
         return max(flops / self._attention_flops, num_kv_tokens * self._kv_bytes / self._bytes_per_s)
 

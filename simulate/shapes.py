@@ -12,6 +12,7 @@ from typing import Literal
 
 from cluster.config.choices import QuantizationName
 from cluster.errors import ConfigError
+from engine.models.config import LatentConfig
 
 MatrixKind = Literal["attention", "mlp", "experts", "unrounded", "embedding", "head"]
 KV_CELL_BYTES = {"float32": (4, 0), "bfloat16": (2, 0), "float16": (2, 0), "int8": (1, 4), "fp8": (1, 4)}
@@ -78,22 +79,6 @@ class ExpertsShape:
 
 
 @dataclass(frozen=True)
-class LatentShape:
-    """Attention whose keys and values are kept as one latent vector a token (DeepSeek's MLA)."""
-
-    query_rank: int
-    """0: queries are projected directly."""
-    kv_rank: int
-    nope_dim: int
-    rope_dim: int
-    value_dim: int
-
-    @property
-    def width(self) -> int:
-        return self.kv_rank + self.rope_dim
-
-
-@dataclass(frozen=True)
 class ModelShape:
     """Sizes of the whole model. `num_key_value_heads` and `head_dim` mean nothing with latent attention."""
 
@@ -119,7 +104,7 @@ class ModelShape:
     has_output_bias: bool = False
     has_mlp_bias: bool = False
     experts: ExpertsShape | None = None
-    latent: LatentShape | None = None
+    latent: LatentConfig | None = None
 
     @property
     def num_dense_layers(self) -> int:
@@ -184,7 +169,7 @@ class ModelShape:
         """Bytes of one token's KV in all layers on one device. A latent vector is whole on each."""
         size, scale = KV_CELL_BYTES[kv_dtype]
         if self.latent is not None:
-            return self.num_hidden_layers * ((self.latent.kv_rank + self.latent.rope_dim) * size + scale)
+            return self.num_hidden_layers * (self.latent.width * size + scale)
         return 2 * self.num_hidden_layers * self.kv_heads(tp_size) * (self.head_dim * size + scale)
 
     def matrices(self, layout: DeviceLayout) -> list[MatrixGroup]:
@@ -208,13 +193,12 @@ class ModelShape:
             attended, kv = heads * self.head_dim, self.kv_heads(tp_size) * self.head_dim
             return [of(attended + 2 * kv, hidden), of(hidden, attended)]
         latent = self.latent
-        query = heads * (latent.nope_dim + latent.rope_dim)
-        rank = latent.query_rank
+        query, rank = heads * latent.qk_head_dim, latent.q_lora_rank
         return [
             *([of(rank, hidden), of(query, rank)] if rank else [of(query, hidden)]),
-            of(latent.kv_rank + latent.rope_dim, hidden),
-            MatrixGroup("unrounded", heads * (latent.nope_dim + latent.value_dim), latent.kv_rank, layers),
-            of(hidden, heads * latent.value_dim),
+            of(latent.width, hidden),
+            MatrixGroup("unrounded", heads * latent.made_dim, latent.kv_lora_rank, layers),
+            of(hidden, heads * latent.v_head_dim),
         ]
 
     def _mlps(self, count: int, inner: int, kind: MatrixKind = "mlp") -> list[MatrixGroup]:
@@ -245,7 +229,7 @@ class ModelShape:
         attended = self.num_attention_heads // tp_size * self.head_dim
         kv = self.kv_heads(tp_size) * self.head_dim
         count = 2 * self.hidden_size
-        count += 0 if self.latent is None else self.latent.query_rank + self.latent.kv_rank
+        count += 0 if self.latent is None else (self.latent.q_lora_rank or 0) + self.latent.kv_lora_rank
         count += attended + kv if self.has_qk_norm else 0
         count += attended + 2 * kv if self.has_qkv_bias else 0
         count += self.hidden_size if self.has_output_bias else 0

@@ -17,6 +17,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from engine.gguf_checkpoint import open_checkpoint
 from engine.layers.ops import TorchOps, choose_ops
 from engine.memory import resolve_device, resolve_dtype, resolve_kv_dtype
 from engine.model_cost import describe_weights
+from engine.models.config import ModelConfig
 from engine.models.folder import read_model
 from engine.quantization.interface import TritonProducts
 from kv_transfer.transports.selection import supported
@@ -132,8 +134,18 @@ def _worker(settings: WorkerSettings) -> dict[str, Part]:
     }
 
 
+def _model(settings: WorkerSettings) -> ModelConfig:
+    """Reads the model once: that of transformers' own code takes seconds."""
+    return _read(settings.model.path, settings.engine.model_impl)
+
+
+@cache
+def _read(path: str, model_impl: str) -> ModelConfig:
+    return read_model(path, model_impl)
+
+
 def _sizes(settings: WorkerSettings) -> dict[str, Any]:
-    config = read_model(settings.model.path, settings.engine.model_impl)
+    config = _model(settings)
     config.check_tp_size(settings.tp_size)
     return {"architecture": config.architecture, "max_position_embeddings": config.max_position_embeddings}
 
@@ -150,13 +162,13 @@ def _attention(settings: WorkerSettings, device: str) -> dict[str, str]:
         kernels,
         block_size,
         getattr(torch, kv_dtype),
-        extras=read_model(settings.model.path, settings.engine.model_impl).attention_extras,
+        extras=_model(settings).attention_extras,
     )
     return {"name": backend.name, "why": why}
 
 
 def _kernels(settings: WorkerSettings, device: str) -> dict[str, Any]:
-    engine, head_dim = settings.engine, read_model(settings.model.path, settings.engine.model_impl).head_dim
+    engine, head_dim = settings.engine, _model(settings).head_dim
     dtype = _dtype(settings, device)
     ops, _, why = choose_ops(engine.kernels, torch.device(device), dtype, head_dim, engine.deterministic)
     return {"are_native": not isinstance(ops, TorchOps), "why": why}
@@ -171,7 +183,7 @@ def _memory(settings: WorkerSettings) -> dict[str, Any]:
 
 
 def _dtype(settings: WorkerSettings, device: str) -> torch.dtype:
-    config = read_model(settings.model.path, settings.engine.model_impl)
+    config = _model(settings)
     dtype: torch.dtype = getattr(torch, resolve_dtype(config, settings.model.dtype, device))
     return dtype
 
@@ -209,16 +221,19 @@ def explain_memory(settings: WorkerSettings, mean_tokens: int | None) -> dict[st
 
 
 def _explain_all(workers: list[WorkerSettings], mean_tokens: int | None) -> int:
-    explained, problems, code = [], [], ExitCode.DONE
+    explained: list[dict[str, Any]] = []
+    problems: list[tuple[str, BatonError]] = []
     for settings in workers:
         try:
             explained.append(explain_memory(settings, mean_tokens))
         except BatonError as error:
-            problems.append(f"{settings.role} workers: {error}")
-            is_config = isinstance(error, ConfigError | CheckpointError)
-            code = ExitCode.BAD_CONFIG if is_config and code is not ExitCode.FAILED else ExitCode.FAILED
-    print(f"error: {'; '.join(problems)}" if problems else json.dumps(explained), file=sys.stderr if problems else None)
-    return code
+            problems.append((settings.role, error))
+    if not problems:
+        print(json.dumps(explained))
+        return ExitCode.DONE
+    print("error: " + "; ".join(f"{role} workers: {error}" for role, error in problems), file=sys.stderr)
+    are_of_config = all(isinstance(error, ConfigError | CheckpointError) for _, error in problems)
+    return ExitCode.BAD_CONFIG if are_of_config else ExitCode.FAILED
 
 
 def main(arguments: list[str]) -> int:

@@ -102,9 +102,9 @@ def cell_size(head_dim: int, dtype: torch.dtype) -> int:
     return head_dim + SCALE_BYTES if is_rounded(dtype) else head_dim
 
 
-def store(pages: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, slots: Tensor) -> None:
-    """Writes [T, H, D] keys and values to slots, int64 [T], of a layer's pages [N, K, H, D], rounded where they are."""
-    for rows, new in zip(pages, (keys, values), strict=True):
+def store(pages: Sequence[Tensor], heads: Sequence[Tensor], slots: Tensor) -> None:
+    """Writes [T, H, D] to slots, int64 [T], of each plane of a layer's pages, [N, K, H, D], rounded where they are."""
+    for rows, new in zip(pages, heads, strict=True):
         rows.flatten(0, 1).index_copy_(0, slots, encode(new, rows.dtype) if is_rounded(rows.dtype) else new)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from engine.attention.interface import Attention, AttentionBatch
 from engine.checkpoint import TensorSlice
-from engine.kv.pool import decode, encode, is_rounded
+from engine.kv.pool import decode, is_rounded, store
 from engine.layers.linear import (
     ColumnParallelLinear,
     Loader,
@@ -68,7 +68,7 @@ class LatentAttention:
         self.num_heads = len(own)
         self._load_queries(config, sizes, own, name, loader)
         self._latent_norm = RmsNorm(loader, f"{name}.kv_a_layernorm", sizes.kv_lora_rank, _NORM_EPS)
-        made = sizes.qk_nope_head_dim + sizes.v_head_dim
+        made = sizes.made_dim
         shape = config.num_attention_heads * made, sizes.kv_lora_rank
         weight = loader.plain([TensorSlice(f"{name}.kv_b_proj.weight", shape, 0, own.start * made, own.stop * made)])
         self._expansion = weight.view(len(own), made, sizes.kv_lora_rank)  # [Hq, P + V, C]
@@ -79,13 +79,16 @@ class LatentAttention:
         """Loads the projections to queries, and to what is kept, which is fused with the first of them."""
         width, rank = sizes.qk_head_dim, sizes.q_lora_rank
         total, columns = config.num_attention_heads * width, range(own.start * width, own.stop * width)
+        of_query, of_kept = (_order(config, before) for before in (sizes.qk_nope_head_dim, sizes.kv_lora_rank))
         self._query: ColumnParallelLinear | None = None
-        first = Projection(f"{name}.q_proj", total, columns)
+        first = Projection(f"{name}.q_proj", total, columns, of_query)
         if rank is not None:
             first = Projection(f"{name}.q_a_proj", rank, range(rank))
             self._query_norm = RmsNorm(loader, f"{name}.q_a_layernorm", rank, _NORM_EPS)
-            self._query = ColumnParallelLinear(loader, [Projection(f"{name}.q_b_proj", total, columns)], rank, False)
-        kept = Projection(f"{name}.kv_a_proj_with_mqa", sizes.width, range(sizes.width))
+            self._query = ColumnParallelLinear(
+                loader, [Projection(f"{name}.q_b_proj", total, columns, of_query)], rank, False
+            )
+        kept = Projection(f"{name}.kv_a_proj_with_mqa", sizes.width, range(sizes.width), of_kept)
         self._inner = ColumnParallelLinear(loader, [first, kept], config.hidden_size, config.attention_bias)
 
     @property
@@ -115,18 +118,10 @@ class LatentAttention:
         latents = self._latent_norm(kept[:, : sizes.kv_lora_rank])
         assert isinstance(latents, Tensor), "nothing asked for rounded rows"
         queries = queries.reshape(len(queries), self.num_heads, sizes.qk_head_dim)
-        turned = self._turn(kept[:, None, sizes.kv_lora_rank :], rope_rows)
+        turned = rotate(kept[:, None, sizes.kv_lora_rank :], rope_rows)
         row = torch.cat([latents.unsqueeze(1), turned], dim=2)  # [T, 1, W]
-        cells = encode(row, pages.dtype) if is_rounded(pages.dtype) else row
-        pages.flatten(0, 1).index_copy_(0, slots, cells)
-        return torch.cat([queries[..., :alike_dim], self._turn(queries[..., alike_dim:], rope_rows)], dim=2)
-
-    def _turn(self, heads: Tensor, rope_rows: tuple[Tensor, Tensor]) -> Tensor:
-        """Neighbouring dimensions come to lie half of them apart first: queries and keys alike, so it changes nothing
-        but which dimension is which."""
-        if self._sizes.is_interleaved:
-            heads = heads.reshape(*heads.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
-        return rotate(heads, rope_rows)
+        store([pages], [row], slots)
+        return torch.cat([queries[..., :alike_dim], rotate(queries[..., alike_dim:], rope_rows)], dim=2)
 
     def _attend_latents(self, queries: Tensor, pages: Tensor, batch: AttentionBatch, attention: Attention) -> Tensor:
         """[T, Hq, V] of the tokens of sequences with one new token."""
@@ -158,6 +153,12 @@ class LatentAttention:
         turned = kept[:, None, rank:].expand(-1, len(weight), -1)
         keys = torch.cat([made[..., :alike_dim], turned], dim=2)
         return _padded(keys, width), _padded(made[..., alike_dim:], width).contiguous()
+
+
+def _order(config: ModelConfig, num_before: int) -> tuple[int, ...] | None:
+    """Returns `RopeConfig.head_order` of what rope turns, behind so many other dimensions."""
+    order = config.rope.head_order(config.roped_dim)
+    return None if order is None else (*range(num_before), *(num_before + place for place in order))
 
 
 def _padded(heads: Tensor, width: int) -> Tensor:

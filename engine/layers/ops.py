@@ -96,7 +96,7 @@ class TorchOps:
         if head_norm is not None:
             qk = F.rms_norm(qk, (qk.shape[-1],), eps=eps) * head_norm
         qk = rotate(qk, rope_rows)
-        store(pages, qk[:, num_heads:], qkv[:, num_turned:], slots)
+        store(pages, (qk[:, num_heads:], qkv[:, num_turned:]), slots)
         return qk[:, :num_heads]
 
 

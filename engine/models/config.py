@@ -29,7 +29,7 @@ _COMMON = frozenset(
     }
 )
 """Fields of `ModelConfig` that every model has; each of the others is a feature."""
-MAX_EXPANDED = 1 << 26
+_MAX_EXPANDED = 1 << 26
 """Elements of keys, and as many of values, that are made of latents at a time, unless one head has more."""
 
 
@@ -132,8 +132,6 @@ class LatentConfig:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
-    is_interleaved: bool
-    """Whether rope turns neighbouring dimensions, not those half of them apart."""
 
     @property
     def width(self) -> int:
@@ -145,13 +143,18 @@ class LatentConfig:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
+    def made_dim(self) -> int:
+        """Values of a head that are made of a latent: the part of its key that is not turned, and its value."""
+        return self.qk_nope_head_dim + self.v_head_dim
+
+    @property
     def expanded_dim(self) -> int:
         """Dimensions of a key, and of a value, that are made of a latent: the narrower is padded."""
         return max(self.qk_head_dim, self.v_head_dim)
 
     def heads_at_once(self, num_keys: int, num_heads: int) -> int:
         """Heads of which keys and values are made at a time, of so many that a rank has."""
-        return min(num_heads, max(1, MAX_EXPANDED // (num_keys * self.expanded_dim)))
+        return min(num_heads, max(1, _MAX_EXPANDED // (num_keys * self.expanded_dim)))
 
 
 @dataclass(frozen=True)
@@ -247,6 +250,10 @@ class ModelConfig:
     def kv_groups(self) -> tuple[KvGroup, ...]:
         """The groups of layers whose KV lies in blocks of their own."""
         return group_layers(self.layer_windows, self.state_layers)
+
+    def group_of(self, layer: int) -> int:
+        """Returns the place in `kv_groups` of the group that a layer belongs to."""
+        return next(place for place, group in enumerate(self.kv_groups) if layer in group.layers)
 
     @property
     def state_layers(self) -> tuple[int, ...]:

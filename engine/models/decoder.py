@@ -133,7 +133,7 @@ class SelfAttention:
         self._has_gate = config.attention_gate
         self._ops = loader.ops
         self.layer = layer
-        self.group = next(place for place, group in enumerate(config.kv_groups) if layer in group.layers)
+        self.group = config.group_of(layer)
         window = config.layer_windows[layer]
         self._rope = config.rope_of(layer)
         self._scale = config.softmax_scale
@@ -203,7 +203,7 @@ class StatefulMixer:
     def __init__(self, config: ModelConfig, layer: int, loader: Loader) -> None:
         assert config.delta_net is not None
         self.layer = layer
-        self._group = next(place for place, group in enumerate(config.kv_groups) if layer in group.layers)
+        self._group = config.group_of(layer)
         self._rule = GatedDeltaNet(config.delta_net, config.hidden_size, config.rms_norm_eps, layer, loader)
 
     @property
@@ -222,7 +222,7 @@ class LatentLayer:
 
     def __init__(self, config: ModelConfig, layer: int, loader: Loader) -> None:
         self.layer, self._rope = layer, config.rope_of(layer)
-        self._group = next(place for place, group in enumerate(config.kv_groups) if layer in group.layers)
+        self._group = config.group_of(layer)
         self._attention = LatentAttention(config, layer, loader)
 
     @property

@@ -60,31 +60,37 @@ def biased_routing(fields: Fields, *, num_groups: int, num_chosen_groups: int, s
 
 def _with_latents(fields: Fields, experts: ExpertsConfig | None, *, is_interleaved: bool) -> ModelConfig:
     config, has_bias = read_decoder(fields), fields.flag("attention_bias")
+    rope = replace(config.rope, is_interleaved=is_interleaved)
     if config.num_key_value_heads != config.num_attention_heads:
         raise CheckpointError(
             f"config.json: num_key_value_heads {config.num_key_value_heads} must be num_attention_heads "
             f"{config.num_attention_heads}: all heads are made of one latent"
         )
-    latent = LatentConfig(
-        q_lora_rank=None if fields.get("q_lora_rank") is None else fields.size("q_lora_rank"),
-        kv_lora_rank=fields.size("kv_lora_rank", 512),
-        qk_nope_head_dim=fields.size("qk_nope_head_dim", 128),
-        qk_rope_head_dim=fields.size("qk_rope_head_dim", 64),
-        v_head_dim=fields.size("v_head_dim", 128),
-        is_interleaved=is_interleaved,
-    )
+    latent = read_latent(fields)
     if has_bias and latent.q_lora_rank is None:
         raise CheckpointError("config.json: attention_bias true is not supported where q_lora_rank is null")
     return replace(
         config,
         num_key_value_heads=1,
         head_dim=latent.width,
+        rope=rope,
         latent=latent,
         attention_bias=has_bias,
         attention_output_bias=has_bias,
-        attention_scale=latent.qk_head_dim**-0.5 * _temperature(config.rope) ** 2,
+        attention_scale=latent.qk_head_dim**-0.5 * _temperature(rope) ** 2,
         experts=experts,
         left_out=predicting_layers(fields),
+    )
+
+
+def read_latent(fields: Fields) -> LatentConfig:
+    """Reads the sizes of latent attention."""
+    return LatentConfig(
+        q_lora_rank=None if fields.get("q_lora_rank") is None else fields.size("q_lora_rank"),
+        kv_lora_rank=fields.size("kv_lora_rank", 512),
+        qk_nope_head_dim=fields.size("qk_nope_head_dim", 128),
+        qk_rope_head_dim=fields.size("qk_rope_head_dim", 64),
+        v_head_dim=fields.size("v_head_dim", 128),
     )
 
 

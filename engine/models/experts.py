@@ -11,6 +11,9 @@ from typing import Literal
 from cluster.errors import CheckpointError, ConfigError
 from engine.json_fields import Fields
 
+MXFP4_GROUP = 32
+"""Inputs that share a scale in MXFP4, by the OCP's specification of microscaling formats, version 1.0."""
+
 
 @dataclass(frozen=True)
 class ExpertNames:
@@ -112,6 +115,12 @@ class ExpertsConfig:
     def chosen_share(self, num_tokens: int) -> float:
         """Returns the share of a layer's experts that as many tokens choose, if each chooses evenly and by itself."""
         return 1.0 - (1.0 - self.num_per_token / self.num_experts) ** num_tokens
+
+
+def local_experts(fields: Fields, num_layers: int, intermediate_size: int) -> ExpertsConfig:
+    """Reads experts of which all layers have `num_local_experts`, whose shares add up to one."""
+    num_experts, num_per_token = expert_numbers(fields, "num_local_experts")
+    return ExpertsConfig((True,) * num_layers, num_experts, num_per_token, intermediate_size, normalizes=True)
 
 
 def expert_numbers(fields: Fields, name: str) -> tuple[int, int]:

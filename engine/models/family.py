@@ -87,8 +87,16 @@ def read_num_layers(fields: Fields) -> int:
 def read_rope(fields: Fields, rope_theta: float = 10000.0, partial: float | None = None) -> RopeConfig:
     """Reads the rope of all layers: `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling`
     (transformers 4). `rope_theta` and `partial` are defaults, as of `rope_of`."""
-    values = fields.within("rope_parameters" if fields.get("rope_parameters") else "rope_scaling")
-    return rope_of(values, fields, fields.number("rope_theta", rope_theta), partial)
+    return rope_of(rope_values(fields), fields, fields.number("rope_theta", rope_theta), partial)
+
+
+def rope_values(fields: Fields, layer_type: str = "") -> Fields:
+    """Returns the object that has the rope's parameters. `layer_type`: of families with a rope for each type of layer,
+    which transformers 5 names, while transformers 4 has but one scaling, that of full attention."""
+    parameters = fields.within("rope_parameters")
+    if layer_type and (parameters.names or layer_type != "full_attention"):
+        return parameters.within(layer_type)
+    return parameters if parameters.names else fields.within("rope_scaling")
 
 
 def rope_of(values: Fields, fields: Fields, rope_theta: float, partial: float | None = None) -> RopeConfig:
@@ -140,8 +148,11 @@ def one_window(fields: Fields) -> Windows:
     return (window,) * read_num_layers(fields)
 
 
-def windows_by_type(fields: Fields, window: int | None) -> Windows:
-    """Returns `window` for the layers with sliding attention in `layer_types`, None for the others."""
+def read_windows(fields: Fields, window: int, slides: Callable[[int], bool]) -> Windows:
+    """Returns `window` for the layers with sliding attention in `layer_types`, None for the others. `slides`: whether
+    the layer of a number has a window where config.json names no types."""
+    if fields.get("layer_types") is None:
+        return tuple(window if slides(layer) else None for layer in range(read_num_layers(fields)))
     by_type = {"sliding_attention": window, "full_attention": None}
     return tuple(by_type[name] for name in read_layer_types(fields, sorted(by_type)))
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from engine.json_fields import Fields
 from engine.models.config import LayerNorms, ModelConfig, RopeConfig
-from engine.models.family import ModelFamily, Windows, read_decoder, read_num_layers, rope_of, windows_by_type
+from engine.models.family import ModelFamily, Windows, read_decoder, read_windows, rope_of, rope_values
 
 _NORMS = LayerNorms(
     before_attention="input_layernorm",
@@ -33,11 +33,9 @@ def _gemma2(fields: Fields) -> ModelConfig:
 
 def _gemma3(fields: Fields) -> ModelConfig:
     """transformers leaves out the soft cap of scores, if config.json has one."""
-    is_new = bool(fields.get("rope_parameters"))
-    scaling = fields.within("rope_parameters").within("full_attention") if is_new else fields.within("rope_scaling")
-    rope = rope_of(scaling, fields, fields.number("rope_theta", 1_000_000.0))
-    local_values = fields.within("rope_parameters").within("sliding_attention")
-    local = rope_of(local_values, fields, fields.number("rope_local_base_freq", _LOCAL_THETA))
+    rope = rope_of(rope_values(fields, "full_attention"), fields, fields.number("rope_theta", 1_000_000.0))
+    theta = fields.number("rope_local_base_freq", _LOCAL_THETA)
+    local = rope_of(rope_values(fields, "sliding_attention"), fields, theta)
     windows = _windows(fields, 6)
     return replace(
         _gemma(fields, rope),
@@ -73,9 +71,7 @@ def _gemma(fields: Fields, rope: RopeConfig | None = None) -> ModelConfig:
 def _windows(fields: Fields, default_pattern: int) -> Windows:
     """Reads the windows of the layers in `layer_types`, or of all but each `sliding_window_pattern`-th."""
     window, pattern = fields.size("sliding_window", 4096), fields.size("sliding_window_pattern", default_pattern)
-    if fields.get("layer_types") is not None:
-        return windows_by_type(fields, window)
-    return tuple(window if (layer + 1) % pattern else None for layer in range(read_num_layers(fields)))
+    return read_windows(fields, window, lambda layer: (layer + 1) % pattern != 0)
 
 
 def _softcap(fields: Fields, key: str, default: float | None) -> float | None:

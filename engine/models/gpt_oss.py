@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from engine.json_fields import Fields
 from engine.models.config import ModelConfig, RopeConfig
-from engine.models.experts import ClampedGate, ExpertNames, ExpertsConfig, expert_numbers
-from engine.models.family import ModelFamily, Windows, read_decoder, read_rope, windows_by_type
+from engine.models.experts import ClampedGate, ExpertNames, local_experts
+from engine.models.family import ModelFamily, read_decoder, read_rope, read_windows
 
 _ROPE = RopeConfig(
     rope_type="yarn",
@@ -24,13 +24,8 @@ def _gpt_oss(fields: Fields) -> ModelConfig:
     has_rope = fields.get("rope_parameters") or fields.get("rope_scaling")
     config = read_decoder(fields, head_dim=64, rope=read_rope(fields, _ROPE.rope_theta) if has_rope else _ROPE)
     has_bias = fields.flag("attention_bias", True)
-    num_experts, num_per_token = expert_numbers(fields, "num_local_experts")
-    experts = ExpertsConfig(
-        layers=(True,) * config.num_hidden_layers,
-        num_experts=num_experts,
-        num_per_token=num_per_token,
-        intermediate_size=config.intermediate_size,
-        normalizes=True,
+    experts = replace(
+        local_experts(fields, config.num_hidden_layers, config.intermediate_size),
         names=ExpertNames(router="router"),
         has_biases=True,
         is_interleaved=True,
@@ -41,17 +36,9 @@ def _gpt_oss(fields: Fields) -> ModelConfig:
         attention_bias=has_bias,
         attention_output_bias=has_bias,
         attention_sinks=True,
-        layer_windows=_windows(fields, config.num_hidden_layers),
+        layer_windows=read_windows(fields, fields.size("sliding_window", 128), lambda layer: layer % 2 == 0),
         experts=experts,
     )
-
-
-def _windows(fields: Fields, num_layers: int) -> Windows:
-    """Reads the windows of the layers in `layer_types`, or of every other one from the first on."""
-    window = fields.size("sliding_window", 128)
-    if fields.get("layer_types") is not None:
-        return windows_by_type(fields, window)
-    return tuple(None if layer % 2 else window for layer in range(num_layers))
 
 
 FAMILIES = (ModelFamily("gpt-oss", "GptOssForCausalLM", _gpt_oss),)

@@ -36,15 +36,18 @@ class Model(Protocol):
 
 def load_model(config: ModelConfig, folder: Path, loader: Loader, report: Callable[[str], None]) -> Model:
     """Raises CheckpointError for what is missing or left over."""
-    if config.foreign is not None:
+    checkpoint, ignored = loader.checkpoint, UNUSED_TENSORS
+    model: Model
+    if config.foreign is None:
+        model = Decoder(config, loader, report)
+        ignored += ("lm_head.weight",) if config.tie_word_embeddings else ()
+    else:
         code = importlib.import_module("engine.models.transformers_model")  # needs transformers
-        foreign: Model = code.load(config, folder, loader, report)
-        return foreign
-    checkpoint, model = loader.checkpoint, Decoder(config, loader, report)
+        model = foreign = code.TransformersModel(config, folder, loader, report)
+        checkpoint.discard(foreign.unused_tensors)
     if config.packing is not None:
         checkpoint.discard_zeros(".bias")  # which some writers add to every packed layer
-    ignored = UNUSED_TENSORS + (() if config.packing is None else config.packing.unused_tensors)
-    ignored += ("lm_head.weight",) if config.tie_word_embeddings else ()
+        ignored += config.packing.unused_tensors
     checkpoint.check_all_read(ignored, config.left_out)
     if num_unused := checkpoint.num_unread(config.left_out):
         names = " and ".join(f"{name}*" for name in config.left_out)

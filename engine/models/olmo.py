@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from engine.json_fields import Fields
 from engine.models.config import LayerNorms, ModelConfig, RopeConfig
-from engine.models.family import ModelFamily, read_decoder, rope_of, windows_by_type
+from engine.models.family import ModelFamily, read_decoder, read_windows, rope_of, rope_values
 
 _NORMS = LayerNorms(
     before_attention=None,
@@ -27,18 +27,12 @@ def _olmo2(fields: Fields) -> ModelConfig:
 
 
 def _olmo3(fields: Fields) -> ModelConfig:
-    parameters = fields.within("rope_parameters")
     theta = fields.number("rope_theta", _OLMO3_THETA)
-    scaling = parameters.within("full_attention") if fields.get("rope_parameters") else fields.within("rope_scaling")
-    rope = rope_of(scaling, fields, theta)
-    local = rope_of(parameters.within("sliding_attention"), fields, theta)
+    rope = rope_of(rope_values(fields, "full_attention"), fields, theta)
+    local = rope_of(rope_values(fields, "sliding_attention"), fields, theta)
     config = _with_norms_after(fields, rope)
     window = fields.size("sliding_window", _OLMO3_WINDOW)
-    if fields.get("layer_types") is not None:
-        windows = windows_by_type(fields, window)
-    else:
-        layers = range(config.num_hidden_layers)
-        windows = tuple(window if (layer + 1) % _OLMO3_PATTERN else None for layer in layers)
+    windows = read_windows(fields, window, lambda layer: (layer + 1) % _OLMO3_PATTERN != 0)
     ropes = tuple(rope if window is None else local for window in windows)
     return replace(config, layer_windows=windows, layer_ropes=() if local == rope else ropes)
 

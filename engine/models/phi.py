@@ -12,7 +12,7 @@ from cluster.errors import CheckpointError
 from cluster.model_folder import LONGROPE_CONTEXT
 from engine.json_fields import Fields
 from engine.models.config import ModelConfig, RopeConfig, TensorNames
-from engine.models.family import ModelFamily, one_window, read_decoder, read_partial
+from engine.models.family import ModelFamily, one_window, read_decoder, read_partial, rope_values
 
 _TENSORS = TensorNames(qkv=("qkv_proj",), gate_up=("gate_up_proj",))
 _LONGROPE = ("longrope", "su", "yarn")
@@ -37,7 +37,7 @@ def _phi3(fields: Fields) -> ModelConfig:
 
 
 def _rope(fields: Fields) -> RopeConfig:
-    values = fields.within("rope_parameters" if fields.get("rope_parameters") else "rope_scaling")
+    values = rope_values(fields)
     rope_type = values.get("rope_type") or values.get("type") or "default"
     if rope_type not in ("default", *_LONGROPE):
         raise CheckpointError(

@@ -8,7 +8,7 @@ from cluster.errors import CheckpointError
 from engine.json_fields import Fields
 from engine.models.config import ModelConfig
 from engine.models.experts import ExpertsConfig, expert_numbers
-from engine.models.family import ModelFamily, Windows, one_window, read_decoder, read_num_layers, windows_by_type
+from engine.models.family import ModelFamily, Windows, one_window, read_decoder, read_num_layers, read_windows
 
 _DEFAULT_MAX_WINDOW_LAYERS = 28
 
@@ -39,14 +39,13 @@ def _with_head_norms(fields: Fields, head_dim: int | None = None) -> ModelConfig
 
 def _windows(fields: Fields) -> Windows:
     """Reads the windows of the layers in `layer_types`, or (transformers 4) from layer `max_window_layers` on."""
-    num_layers = read_num_layers(fields)
     if not fields.flag("use_sliding_window") or fields.get("sliding_window") is None:
-        return (None,) * num_layers
-    window = fields.size("sliding_window")
-    if fields.get("layer_types") is not None:
-        return windows_by_type(fields, window)
-    first = fields.count("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS)
-    return tuple(window if layer >= first else None for layer in range(num_layers))
+        return (None,) * read_num_layers(fields)
+    return read_windows(
+        fields,
+        fields.size("sliding_window"),
+        lambda layer: layer >= fields.count("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS),
+    )
 
 
 def read_experts(fields: Fields, shared_intermediate_size: int = 0) -> ExpertsConfig | None:

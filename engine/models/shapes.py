@@ -88,7 +88,7 @@ def _attention_matrices(config: ModelConfig, tp_size: int) -> list[MatrixShape]:
 
 def _latent_matrices(config: ModelConfig, latent: LatentConfig, tp_size: int) -> list[MatrixShape]:
     hidden, count, num_heads = config.hidden_size, config.num_hidden_layers, config.num_attention_heads // tp_size
-    queries, made = num_heads * latent.qk_head_dim, num_heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+    queries, made = num_heads * latent.qk_head_dim, num_heads * latent.made_dim
     first = [MatrixShape((latent.q_lora_rank or queries) + latent.width, hidden, count, is_packed=True)]
     if latent.q_lora_rank is not None:
         first.append(MatrixShape(queries, latent.q_lora_rank, count, is_packed=True))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from cluster.errors import CheckpointError
 from engine.json_fields import Fields
 from engine.models.config import NO_ROPE, ModelConfig
-from engine.models.family import ModelFamily, Windows, read_decoder, read_num_layers, read_rope, windows_by_type
+from engine.models.family import ModelFamily, Windows, read_decoder, read_num_layers, read_rope, read_windows
 
 _THETA = 2_000_000.0
 _INTERVAL = 4
@@ -43,10 +43,7 @@ def _windows(fields: Fields, has_rope: tuple[bool, ...]) -> Windows:
     """Reads the windows of the layers in `layer_types`, or of those without rope, if `use_sliding_window`."""
     if not fields.flag("use_sliding_window") or fields.get("sliding_window") is None:
         return (None,) * len(has_rope)
-    window = fields.size("sliding_window")
-    if fields.get("layer_types") is not None:
-        return windows_by_type(fields, window)
-    return tuple(None if turns else window for turns in has_rope)
+    return read_windows(fields, fields.size("sliding_window"), lambda layer: not has_rope[layer])
 
 
 FAMILIES = (ModelFamily("SmolLM3", "SmolLM3ForCausalLM", _smollm3),)

@@ -13,7 +13,7 @@ from pathlib import Path
 from engine.gguf_files import open_tensor_files
 from engine.models.config import LatentConfig, ModelConfig
 from engine.models.delta_net import DeltaNetConfig
-from engine.models.experts import ExpertNames, ExpertsConfig
+from engine.models.experts import MXFP4_GROUP, ExpertNames, ExpertsConfig
 from engine.models.folder import check_foreign, is_foreign, read_fields, read_model, with_ends
 from engine.models.registry import architecture_of, read_config
 
@@ -21,8 +21,6 @@ Tensor = tuple[str, tuple[int, ...]]
 """A name and a shape."""
 _AS_PLAIN = (None, "gguf", "mxfp4")
 """Values of `quant_method` with which tensors have the names and shapes of plain ones, but for experts in MXFP4."""
-_MXFP4_GROUP = 32
-"""The group of `engine.quantization.integers`, which loads torch."""
 
 
 def check_folder(folder: Path, model_impl: str = "auto", *, needs_weights: bool = True) -> None:
@@ -98,7 +96,7 @@ def _latent_vectors(latent: LatentConfig) -> Iterator[Tensor]:
 
 def _latent_projections(config: ModelConfig, latent: LatentConfig) -> Iterator[Tensor]:
     heads, hidden, rank = config.num_attention_heads, config.hidden_size, latent.q_lora_rank
-    queries, made = heads * latent.qk_head_dim, heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+    queries, made = heads * latent.qk_head_dim, heads * latent.made_dim
     names = ("q_proj" if rank is None else "q_a_proj", "kv_a_proj_with_mqa")
     yield from _fused("self_attn", names, (rank or queries, latent.width), hidden, config.attention_bias)
     if rank is not None:
@@ -164,8 +162,8 @@ def _stacked_experts(block: str, experts: ExpertsConfig, hidden: int, has_mxfp4:
     count, inner = experts.num_experts, experts.intermediate_size
     for name, num_outputs, num_inputs in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
         if has_mxfp4:
-            groups = num_inputs // _MXFP4_GROUP
-            yield f"{block}.{name}_blocks", (count, num_outputs, groups, _MXFP4_GROUP // 2)
+            groups = num_inputs // MXFP4_GROUP
+            yield f"{block}.{name}_blocks", (count, num_outputs, groups, MXFP4_GROUP // 2)
             yield f"{block}.{name}_scales", (count, num_outputs, groups)
         else:
             yield f"{block}.{name}", (count, num_inputs, num_outputs)

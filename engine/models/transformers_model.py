@@ -25,7 +25,7 @@ from engine.checkpoint import TensorSlice
 from engine.kv.pool import store
 from engine.layers.linear import Loader, VocabParallelHead, VocabShard
 from engine.models.config import ModelConfig
-from engine.models.decoder import UNUSED_TENSORS, Hidden, StepContext
+from engine.models.decoder import Hidden, StepContext
 from engine.models.transformers_attention import NAME, LayerCall, attending
 from engine.models.transformers_plan import WHOLE, ShardingPlan, Style
 from engine.models.transformers_trial import build, layers_of, read_config
@@ -100,10 +100,7 @@ class TransformersModel:
         model = build(read_config(folder, config.architecture), NAME, loader.dtype)
         self.tp, self._config = loader.tp, config
         self._layers = tuple(range(config.num_hidden_layers))
-        self._groups = tuple(
-            next(place for place, group in enumerate(config.kv_groups) if layer in group.layers)
-            for layer in self._layers
-        )
+        self._groups = tuple(map(config.group_of, self._layers))
         self._layers_name = layers_of(model, config.num_hidden_layers, config.architecture)[0]
         reader = _Reader(model, config, loader)
         reader.fill(report)
@@ -148,17 +145,6 @@ class TransformersModel:
         return logits
 
 
-def load(config: ModelConfig, folder: Path, loader: Loader, report: Callable[[str], None]) -> TransformersModel:
-    """Builds the model of a folder. Raises CheckpointError for tensors that are missing, misshapen or left over."""
-    model = TransformersModel(config, folder, loader, report)
-    packing = config.packing
-    if packing is not None:
-        loader.checkpoint.discard_zeros(".bias")  # which some writers add to every packed layer
-    loader.checkpoint.discard(model.unused_tensors)
-    loader.checkpoint.check_all_read(packing.unused_tensors if packing else ())
-    return model
-
-
 class _Step:
     """A forward pass over pages."""
 
@@ -183,7 +169,7 @@ class _Step:
         if sinks is not None and len(sinks) != q.shape[1]:
             sinks = sinks.chunk(model.tp.size)[model.tp.rank]
         pages = context.kv.pages(layer)
-        store(pages, k, v, context.slots[group])
+        store(pages, (k, v), context.slots[group])
         self.num_layers += 1
         if context.on_layer is not None:
             context.on_layer(self.num_layers)
@@ -219,7 +205,6 @@ class _Reader:
     def unused_tensors(self) -> tuple[re.Pattern[str], ...]:
         """Names of tensors that transformers would leave unread, too."""
         patterns = [*(self._model._keys_to_ignore_on_load_unexpected or ())]
-        patterns += [rf"{re.escape(ending)}$" for ending in UNUSED_TENSORS]
         if self._config.tie_word_embeddings:
             patterns.append(rf"^{re.escape(self._weights.tensor_name(self._head_name + '.weight'))}$")
         return tuple(re.compile(pattern) for pattern in patterns)

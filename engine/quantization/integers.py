@@ -34,8 +34,6 @@ _IN_TRITON = {INT8: "int8", INT4: "int4", INT4_ZEROS: "int4 with zeros"}
 """The names of the kinds in `engine.triton.products`."""
 _OF_BYTES = (INT8, INT8_GROUPS)
 """Kinds with a byte for each code."""
-MXFP4_GROUP = 32
-"""Inputs that share a scale in MXFP4, by the OCP's specification of microscaling formats, version 1.0."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E8M0_BIAS = 127
 

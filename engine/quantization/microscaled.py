@@ -15,8 +15,9 @@ from torch import Tensor
 
 from cluster.errors import CheckpointError
 from engine.checkpoint import Checkpoint, TensorSlice
+from engine.models.experts import MXFP4_GROUP
 from engine.native.structures import MXFP4
-from engine.quantization.integers import MXFP4_GROUP, Quantized, multiplies_quantized
+from engine.quantization.integers import Quantized, multiplies_quantized
 from engine.quantization.interface import Kernels
 
 _NO_NUMBER = 255
