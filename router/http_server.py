@@ -8,7 +8,6 @@ HTTP port, nothing of it runs.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry
@@ -27,11 +26,11 @@ from router.batches.sqlite_store import SqliteStore
 from router.batches.store import BatchStore
 from router.http_listener import ConnectionLimits, HttpListener
 from router.observe.metrics import VllmNames
-from router.openai.app import OpenAiApp, principal_for
+from router.openai.app import OpenAiApp
 from router.openai.batches import BatchRoutes
 from router.openai.files import FileRoutes, over_store
 from router.openai.generating import Generate, GenerateStream, LineAnswerer
-from router.openai.http import Operation
+from router.openai.http import Operation, Reception
 from router.routing.dispatcher import Dispatcher
 
 _AROUND_A_BODY = 4096
@@ -57,6 +56,8 @@ class HttpServer:
         self._settings = settings.router
         self._sharing = settings.port_sharing
         self._gate = gate
+        most_bytes, stalled_client_s = self._settings.max_message_bytes, self._settings.stalled_client_timeout_s
+        self._reception = Reception(gate, most_bytes, stalled_client_s)
         self._tls = tls
         self._dispatcher = dispatcher
         self._registry = registry
@@ -83,13 +84,11 @@ class HttpServer:
             self._generate,
             self._generate_stream,
             self._models,
-            self._gate,
+            self._reception,
             self._tokenizer.token_bytes,
             (registry, VllmNames(registry, model_name).registry),
             lambda: self._dispatcher.fleet.can_serve,
             site=self._site,
-            max_body_bytes=settings.max_message_bytes,
-            stalled_client_s=settings.stalled_client_timeout_s,
             more_operations=self._batch_operations(),
             more_routes=page_routes,
         )
@@ -139,9 +138,8 @@ class HttpServer:
         )
 
     def _batch_operations(self) -> list[Operation]:
-        store, stalled_client_s = self._batch_store, self._settings.stalled_client_timeout_s
-        principal = functools.partial(principal_for, self._gate)
-        most_bytes = self._settings.max_file_bytes
+        store, principal = self._batch_store, self._reception.principal
+        stalled_client_s, most_bytes = self._reception.stalled_client_s, self._settings.max_file_bytes
         files = FileRoutes(store, principal, most_bytes=most_bytes, stalled_client_s=stalled_client_s)
         batches = BatchRoutes(store, principal, self._batch_runner.wake, stalled_client_s=stalled_client_s)
         return over_store([*files.operations, *batches.operations], is_refused=self._has_no_batches)

@@ -9,18 +9,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from cluster.auth import Gate
 from cluster.pb import admin_pb2
 from cluster.pb import generation_pb2 as pb
 from cluster.site import OwnSite
-from router.api.call import INLINE_BYTES, Call, Principal, principal_of, run_aside
+from router.api.call import Call
 from router.api.model_service import ModelService
 from router.openai import specs
 from router.openai.answers import (
@@ -37,7 +36,14 @@ from router.openai.answers import (
 )
 from router.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from router.openai.completions import TokenBytes
-from router.openai.generating import BodyKind, CompletionCall, Generate, GenerateStream, StreamedAnswer
+from router.openai.generating import (
+    BodyKind,
+    CompletionCall,
+    CompletionEvents,
+    Generate,
+    GenerateStream,
+    StreamedAnswer,
+)
 from router.openai.http import (
     EVERY,
     GENERATES,
@@ -47,19 +53,15 @@ from router.openai.http import (
     Answer,
     Handler,
     Operation,
-    headers_of,
+    Reception,
     json_of,
     new_app,
     parse,
-    read_body,
     routes_of,
 )
 from router.openai.schema import openapi
 
-GENERATION = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
 STATUS = admin_pb2.DESCRIPTOR.services_by_name["StatusService"].full_name
-
-T = TypeVar("T")
 
 
 class OpenAiApp:
@@ -70,28 +72,23 @@ class OpenAiApp:
         generate: Generate,
         generate_stream: GenerateStream,
         models: ModelService,
-        gate: Gate,
+        reception: Reception,
         token_bytes: TokenBytes,
         registries: Sequence[CollectorRegistry],
         can_serve: Callable[[], bool],
         *,
         site: OwnSite,
-        max_body_bytes: int,
-        stalled_client_s: float,
         more_operations: Sequence[Operation] = (),
         more_routes: Sequence[Route] = (),
     ) -> None:
-        """`stalled_client_s`: a client that sends nothing more of its body for so long is given up. `more_operations`,
-        `more_routes`: of other parts of the API, in its document or not."""
+        """`more_operations`, `more_routes`: of other parts of the API, in its document or not."""
         self._generate_one = generate
         self._generate_stream = generate_stream
         self._models = models
-        self._gate = gate
+        self._reception = reception
         self._token_bytes = token_bytes
         self._registries = registries
         self._can_serve = can_serve
-        self._max_body_bytes = max_body_bytes
-        self._stalled_client_s = stalled_client_s
         self._started_at = int(time.time())
         self._operations = [*self._own_operations(), *more_operations]
         self.app = new_app([*routes_of(self._operations), *more_routes], site)
@@ -155,26 +152,26 @@ class OpenAiApp:
         ]
 
     async def _generate(self, request: Request, kind: BodyKind) -> Answer:
-        self._check(request, GENERATION)
+        self._reception.check(request)
         request_id: str = request.state.request_id
-        wanted = await self._read(
+        wanted = await self._reception.read(
             request, lambda data: CompletionCall.read(json_of(data), kind, request_id, self._token_bytes)
         )
         wanted = wanted.with_resume(request.headers)
         request.state.names = wanted.names
-        call = self._call(request)  # the key may have been revoked meanwhile
+        call = self._reception.call(request)  # the key may have been revoked meanwhile
         if wanted.body.stream:
-            return StreamedAnswer(wanted, self._generate_stream, call, request_id)
+            return StreamedAnswer(wanted.specs, CompletionEvents(wanted), self._generate_stream, call, request_id)
         return JSONResponse(await wanted.whole(self._generate_one, call, request.receive))
 
     async def _list_models(self, request: Request) -> Response:
-        self._check(request, GENERATION)
+        self._reception.check(request)
         found = await self._models.ListModels(pb.ListModelsRequest(), Call())
         answer: ModelsAnswer = {"object": "list", "data": [self._model_answer(model) for model in found.models]}
         return JSONResponse(answer)
 
     async def _get_model(self, request: Request) -> Response:
-        self._check(request, GENERATION)
+        self._reception.check(request)
         found = await self._models.GetModel(pb.GetModelRequest(model=request.path_params["model"]), Call())
         return JSONResponse(self._model_answer(found.model))
 
@@ -189,22 +186,22 @@ class OpenAiApp:
         }
 
     async def _tokenize(self, request: Request) -> Response:
-        self._check(request, GENERATION)
-        wanted = await self._read(request, lambda data: specs.tokenize_request(parse(data, TokenizeBody)))
-        found = await self._models.Tokenize(wanted, self._call(request))
+        self._reception.check(request)
+        wanted = await self._reception.read(request, lambda data: specs.tokenize_request(parse(data, TokenizeBody)))
+        found = await self._models.Tokenize(wanted, self._reception.call(request))
         tokens = list(found.token_ids)
         answer: TokensAnswer = {"tokens": tokens, "count": len(tokens), "max_model_len": found.max_context_tokens}
         return JSONResponse(answer)
 
     async def _detokenize(self, request: Request) -> Response:
-        self._check(request, GENERATION)
-        wanted = await self._read(request, lambda data: specs.detokenize_request(parse(data, DetokenizeBody)))
-        answer: TextAnswer = {"prompt": (await self._models.Detokenize(wanted, self._call(request))).text}
+        self._reception.check(request)
+        wanted = await self._reception.read(request, lambda data: specs.detokenize_request(parse(data, DetokenizeBody)))
+        answer: TextAnswer = {"prompt": (await self._models.Detokenize(wanted, self._reception.call(request))).text}
         return JSONResponse(answer)
 
     async def _metrics(self, request: Request) -> Response:
         """Answers the page of metrics. Where keys are needed, it needs one with the scope admin."""
-        self._check(request, STATUS)
+        self._reception.check(request, STATUS)
         page = b"".join(map(generate_latest, self._registries))
         return Response(page, media_type=CONTENT_TYPE_LATEST)
 
@@ -222,27 +219,7 @@ class OpenAiApp:
     async def _openapi(self, request: Request) -> Response:
         return JSONResponse(openapi(version("baton"), self._operations))
 
-    def _check(self, request: Request, service: str) -> None:
-        """Raises Unauthenticated or PermissionDenied."""
-        self._gate.check(headers_of(request), service)
-
-    def _call(self, request: Request) -> Call:
-        headers = headers_of(request)
-        return Call(principal_of(self._gate.key_of(headers)), headers)
-
-    async def _read(self, request: Request, read: Callable[[bytes], T]) -> T:
-        """Reads a body, on a thread if it is long. Raises OutOfRange for one that is too large."""
-        data = await read_body(request, self._max_body_bytes, self._stalled_client_s)
-        return await run_aside(len(data) > INLINE_BYTES, lambda: read(data))
-
 
 def _status(text: str, status_code: int = 200) -> Response:
     answer: StatusAnswer = {"status": text}
     return JSONResponse(answer, status_code=status_code)
-
-
-def principal_for(gate: Gate, request: Request) -> Principal:
-    """The client of a request for the routes of files and batches. Raises Unauthenticated or PermissionDenied."""
-    headers = headers_of(request)
-    gate.check(headers, GENERATION)
-    return principal_of(gate.key_of(headers))

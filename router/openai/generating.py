@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
@@ -27,8 +27,8 @@ from router.batches.store import Batch
 from router.openai import specs
 from router.openai.bodies import ChatBody, CompletionBody
 from router.openai.completions import ChoicePosition, Chunks, Form, StreamPosition, TokenBytes
-from router.openai.errors import failure_of
-from router.openai.http import checked, failed, log, too_large
+from router.openai.errors import HttpFailure, failure_of
+from router.openai.http import checked, failed, id_headers, log, too_large
 from router.stream.failures import router_failed
 
 RESUME, LAST_EVENT = "Baton-Resume", "Last-Event-ID"
@@ -102,38 +102,68 @@ class CompletionCall:
     async def whole(self, generate: Generate, call: Call, receive: Receive | None = None) -> dict[str, Any]:
         """Raises ClientDisconnect when `receive` says so."""
         calls = [generate(pb.GenerateRequest(spec=spec), call) for spec in self.specs]
-        return self.form.whole(await _together(calls, receive))
+        return self.form.whole(await together(calls, receive))
+
+
+class Events(Protocol):
+    """What the client of one stream is sent, in its dialect: JSON objects, each named by its `type` if it has one."""
+
+    keep_alive: bytes
+    """Sent where there is nothing else to send."""
+    last: bytes
+    """Sent behind all objects of a stream that did not fail."""
+
+    @property
+    def event_id(self) -> str:
+        """Names the place that the client has come to with the latest object; empty: the stream cannot be resumed."""
+        ...
+
+    def of(self, event: pb.GenerateStreamResponse, prompt: int) -> Iterable[Mapping[str, Any]]:
+        """The objects for one event of a prompt's stream."""
+        ...
+
+    def end(self) -> Iterable[Mapping[str, Any]]:
+        """The objects that are still due once all prompts are completed."""
+        ...
+
+    def failure(self, error: BatonError) -> HttpFailure: ...
 
 
 class StreamedAnswer:
     """A response of Starlette's: server-sent events."""
 
-    def __init__(self, wanted: CompletionCall, generate: GenerateStream, call: Call, request_id: str) -> None:
-        self._wanted = wanted
+    def __init__(
+        self,
+        specs: Sequence[pb.GenerationSpec],
+        events: Events,
+        generate: GenerateStream,
+        call: Call,
+        request_id: str,
+    ) -> None:
+        self._specs = specs
+        self._events = events
         self._generate = generate
         self._call = call
         self._request_id = request_id
-        self._chunks = Chunks(wanted.form, wanted.resumed)
         self._has_begun = False
         self._silent_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        requests = [pb.GenerateStreamRequest(spec=spec) for spec in self._wanted.specs]
+        requests = [pb.GenerateStreamRequest(spec=spec) for spec in self._specs]
         calls = [
             self._generate(request, replace(self._call, write=self._writer(number, send)))
             for number, request in enumerate(requests)
         ]
         try:
-            await _together(calls, receive, self._keep_alive(send))
-            if self._wanted.form.includes_usage and not self._chunks.has_usage:
-                await self._send_chunk(send, self._chunks.usage())
-            await self._send(send, b"data: [DONE]\n\n")
+            await together(calls, receive, self._keep_alive(send))
+            for data in self._events.end():
+                await self._send_event(send, data)
+            if self._events.last:
+                await self._send(send, self._events.last)
         except (ClientDisconnect, ClientStalled):
             return  # the server closes the connection
         except BatonError as error:
-            resumed = self._wanted.resumed
-            is_behind_its_end = isinstance(error, OutOfRange) and resumed is not None
-            failure = failure_of(unknown_event(str(resumed)) if is_behind_its_end else error, self._wanted.names)
+            failure = self._events.failure(error)
             if not self._has_begun:
                 await failed(failure, self._request_id)(scope, receive, send)
                 return
@@ -142,18 +172,19 @@ class StreamedAnswer:
 
     def _writer(self, prompt: int, send: Send) -> Write:
         async def write(event: pb.GenerateStreamResponse) -> None:
-            for chunk in self._chunks.of(event, prompt):
-                await self._send_chunk(send, chunk)
+            for data in self._events.of(event, prompt):
+                await self._send_event(send, data)
 
         return write
 
-    async def _send_chunk(self, send: Send, chunk: Mapping[str, Any]) -> None:
-        await self._send(send, _event(chunk, self._chunks.event_id if self._wanted.may_resume else ""))
+    async def _send_event(self, send: Send, data: Mapping[str, Any]) -> None:
+        await self._send(send, _event(data, self._events.event_id))
 
     async def _send(self, send: Send, data: bytes) -> None:
         if not self._has_begun:
             self._has_begun = True
-            headers = [*_STREAM_HEADERS, (b"x-request-id", self._request_id.encode("latin-1"))]
+            ids = id_headers(self._request_id).items()
+            headers = [*_STREAM_HEADERS, *((name.encode(), value.encode("latin-1")) for name, value in ids)]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
         self._silent_s = 0.0
         await send({"type": "http.response.body", "body": data, "more_body": True})
@@ -163,7 +194,33 @@ class StreamedAnswer:
             await asyncio.sleep(1.0)
             self._silent_s += 1.0
             if self._silent_s >= KEEP_ALIVE_S:
-                await self._send(send, b": waiting\n\n")
+                await self._send(send, self._events.keep_alive)
+
+
+class CompletionEvents:
+    """The chunks of a completion or a chat completion, as `Events`."""
+
+    keep_alive, last = b": waiting\n\n", b"data: [DONE]\n\n"
+
+    def __init__(self, wanted: CompletionCall) -> None:
+        self._wanted = wanted
+        self._chunks = Chunks(wanted.form, wanted.resumed)
+
+    @property
+    def event_id(self) -> str:
+        return self._chunks.event_id if self._wanted.may_resume else ""
+
+    def of(self, event: pb.GenerateStreamResponse, prompt: int) -> Iterable[Mapping[str, Any]]:
+        return self._chunks.of(event, prompt)
+
+    def end(self) -> Iterable[Mapping[str, Any]]:
+        if self._wanted.form.includes_usage and not self._chunks.has_usage:
+            yield self._chunks.usage()
+
+    def failure(self, error: BatonError) -> HttpFailure:
+        resumed = self._wanted.resumed
+        is_behind_its_end = isinstance(error, OutOfRange) and resumed is not None
+        return failure_of(unknown_event(str(resumed)) if is_behind_its_end else error, self._wanted.names)
 
 
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
@@ -171,6 +228,8 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 def _event(data: Mapping[str, Any], event_id: str = "") -> bytes:
     head = f"id: {event_id}\n" if event_id else ""
+    if "type" in data:
+        head += f"event: {data['type']}\n"
     return f"{head}data: {_encode(data)}\n\n".encode()
 
 
@@ -179,7 +238,7 @@ def unknown_event(event_id: str) -> NotFound:
     return NotFound(f"{LAST_EVENT} {shortened(event_id)!r} {what}", violations=(FieldViolation(LAST_EVENT, what),))
 
 
-async def _together(
+async def together(
     calls: Sequence[Coroutine[Any, Any, Any]],
     receive: Receive | None = None,
     keep_alive: Coroutine[Any, Any, None] | None = None,

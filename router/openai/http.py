@@ -21,16 +21,20 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from cluster.auth import HEADER, Gate
 from cluster.errors import BatonError, FieldViolation, InvalidRequest, OutOfRange, PermissionDenied
+from cluster.pb import generation_pb2 as pb
 from cluster.site import OwnSite
-from router.api.call import LONGEST_NAME
+from router.api.call import INLINE_BYTES, LONGEST_NAME, Call, Principal, principal_of, run_aside
 from router.api.violations import MOST_FOUND, invalid, shown
+from router.openai.answers import ErrorAnswer
 from router.openai.bodies import MOST_LEVELS, read_json
 from router.openai.errors import HttpFailure, failure_of
 from router.stream.failures import router_failed
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Body = TypeVar("Body", bound=BaseModel)
 Answer = Callable[[Scope, Receive, Send], Awaitable[None]]
 Handler = Callable[[Request], Awaitable[Answer]]
@@ -44,6 +48,22 @@ GENERATES = (*HAS_BODY, 404, 409, 429, 499, 504)
 LEAST_BYTES_PER_S = 16 * 1024
 """A body that comes more slowly, once it has had a while, is given up."""
 JSON, TEXT, EVENTS, BYTES = "application/json", "text/plain", "text/event-stream", "application/octet-stream"
+GENERATION = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """What is peculiar to one API."""
+
+    failure: Callable[[HttpFailure, str], HttpFailure]
+    """A failure as this API tells it; takes the id of its request."""
+    error: Any
+    """Type of the body of such a failure."""
+    has_named_events: bool = False
+    """Events of a stream are named by their type, and the last one says that it is; else `[DONE]` follows it."""
+
+
+OPENAI = Dialect(lambda failure, request_id: failure, ErrorAnswer)
 
 
 @dataclass(frozen=True)
@@ -55,7 +75,7 @@ class Operation:
     handle: Handler
     summary: str
     failures: tuple[int, ...]
-    """Statuses that are answered with an ErrorAnswer."""
+    """Statuses that are answered with an error of the dialect."""
     answer: Any = None
     """Type of what is answered with 200; None: it is no JSON."""
     body: type[BaseModel] | None = None
@@ -66,16 +86,17 @@ class Operation:
     """The media type of the answer 200."""
     body_media_type: str = JSON
     others: Mapping[int, Any] = field(default_factory=dict)
-    """Further answers than an ErrorAnswer, by status."""
+    """Further answers than an error, by status."""
     names: Mapping[str, str] = field(default_factory=dict)
     """This client's names for fields of the .proto, as `failure_of` takes them."""
+    dialect: Dialect = OPENAI
 
 
 def routes_of(operations: Iterable[Operation]) -> list[Route]:
     """One route for all methods of a path, so that the refusal of another method names each."""
     by_path: dict[str, dict[str, Callable[[Request], Awaitable[Answer]]]] = {}
     for each in operations:
-        by_path.setdefault(each.path, {})[each.method] = guarded(each.handle, each.names)
+        by_path.setdefault(each.path, {})[each.method] = guarded(each.handle, each.names, each.dialect)
     return [Route(path, _choose(endpoints), methods=list(endpoints)) for path, endpoints in by_path.items()]
 
 
@@ -109,7 +130,7 @@ def _refuse_other_sites(request: Request) -> None:
         raise PermissionDenied("a browser sends this for another site; ask from a program, or from a page of this one")
 
 
-def guarded(handle: Handler, names: Mapping[str, str] | None = None) -> Handler:
+def guarded(handle: Handler, names: Mapping[str, str] | None = None, dialect: Dialect = OPENAI) -> Handler:
     """Turns what a handler raises into an answer. `names` as in `failure_of`; a handler may set `request.state.names`
     once it knows the body."""
 
@@ -118,27 +139,34 @@ def guarded(handle: Handler, names: Mapping[str, str] | None = None) -> Handler:
         request.state.names = names or {}
         try:
             answer = await handle(request)
-        except HttpFailure as failure:
-            return failed(failure, request_id)
+        except HttpFailure as error:
+            failure = error
         except BatonError as error:
-            return failed(failure_of(error, request.state.names), request_id)
+            failure = failure_of(error, request.state.names)
         except ClientDisconnect:
             return Response()  # that nobody reads
         except TimeoutError:
-            return failed(HttpFailure(408, "timeout", "the body did not come in time; send it at once"), request_id)
+            failure = HttpFailure(408, "timeout", "the body did not come in time; send it at once")
         except Exception:
             log.exception("%s failed", request.url.path)
-            return failed(failure_of(router_failed()), request_id)
-        if isinstance(answer, Response):
-            answer.headers["x-request-id"] = request_id
-        return answer
+            failure = failure_of(router_failed())
+        else:
+            if isinstance(answer, Response):
+                answer.headers.update(id_headers(request_id))
+            return answer
+        return failed(dialect.failure(failure, request_id), request_id)
 
     return endpoint
 
 
 def failed(failure: HttpFailure, request_id: str) -> JSONResponse:
-    headers = failure.headers | {"x-request-id": request_id}
+    headers = failure.headers | id_headers(request_id)
     return JSONResponse(failure.body, status_code=failure.status, headers=headers)
+
+
+def id_headers(request_id: str) -> dict[str, str]:
+    """The request's id as OpenAI's clients read it, and as Anthropic's do."""
+    return {"x-request-id": request_id, "request-id": request_id}
 
 
 def _request_id(request: Request) -> str:
@@ -159,8 +187,41 @@ async def _not_found(request: Request, error: Exception) -> Response:
     return answer
 
 
-def headers_of(request: Request) -> tuple[tuple[str, str], ...]:
-    return tuple(request.headers.items())
+@dataclass(frozen=True)
+class Reception:
+    """Takes calls in: whose they are, and what is in their bodies."""
+
+    gate: Gate
+    max_body_bytes: int
+    stalled_client_s: float
+    """A client that sends nothing more of its body for so long is given up."""
+
+    def check(self, request: Request, service: str = GENERATION) -> None:
+        """Raises Unauthenticated or PermissionDenied."""
+        self.gate.check(_headers_of(request), service)
+
+    def call(self, request: Request) -> Call:
+        """Raises Unauthenticated, also for a key that was revoked since it was checked."""
+        headers = _headers_of(request)
+        return Call(principal_of(self.gate.key_of(headers)), headers)
+
+    def principal(self, request: Request) -> Principal:
+        """The client of a checked request. Raises Unauthenticated or PermissionDenied."""
+        self.check(request)
+        return self.call(request).principal
+
+    async def read(self, request: Request, read: Callable[[bytes], T]) -> T:
+        """Reads a body, on a thread if it is long. Raises OutOfRange for one that is too large, and what `read_body`
+        raises."""
+        data = await read_body(request, self.max_body_bytes, self.stalled_client_s)
+        return await run_aside(len(data) > INLINE_BYTES, lambda: read(data))
+
+
+def _headers_of(request: Request) -> tuple[tuple[str, str], ...]:
+    """With a key that came as Anthropic's clients send it where all others do."""
+    headers, key = request.headers, request.headers.get("x-api-key")
+    given = tuple(headers.items())
+    return given if key is None or HEADER in headers else (*given, (HEADER, f"Bearer {key}"))
 
 
 async def read_body(request: Request, most_bytes: int, stalled_client_s: float) -> bytes:

@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, TypeAdapter
 
-from router.openai.answers import ErrorAnswer
-from router.openai.http import EVENTS, JSON, Operation
+from router.openai.http import EVENTS, JSON, Operation, id_headers
 
 Schema = dict[str, Any]
 _RESUMING: list[Schema] = [
@@ -20,16 +19,15 @@ _RESUMING: list[Schema] = [
         "description": "The stream goes on after it",
     },
 ]
-_HEADERS = {"x-request-id": {"required": True, "schema": {"type": "string"}}}
+_HEADERS = {name: {"required": True, "schema": {"type": "string"}} for name in id_headers("")}
 
 
 def openapi(version: str, operations: Sequence[Operation]) -> dict[str, Any]:
-    modes: dict[Any, Literal["validation", "serialization"]] = {ErrorAnswer: "serialization"}
+    modes: dict[Any, Literal["validation", "serialization"]] = {}
     for each in operations:
         modes |= {kind: "validation" for kind in (each.body,) if kind is not None}
-        modes |= {
-            kind: "serialization" for kind in (each.answer, each.chunk, *each.others.values()) if kind is not None
-        }
+        answered = (each.answer, each.chunk, each.dialect.error, *each.others.values())
+        modes |= {kind: "serialization" for kind in answered if kind is not None}
     inputs = [(kind, mode, TypeAdapter(kind)) for kind, mode in modes.items()]
     schemas, definitions = TypeAdapter.json_schemas(inputs, ref_template="#/components/schemas/{model}")
     paths: dict[str, Schema] = {}
@@ -62,21 +60,26 @@ def _operation(operation: Operation, path: str, schema_of: Callable[[Any], Schem
 def _responses(operation: Operation, schema_of: Callable[[Any], Schema]) -> Schema:
     schema = {"type": "string"} if operation.answer is None else schema_of(operation.answer)
     good = {operation.media_type: {"schema": schema}}
+    error = schema_of(operation.dialect.error)
     if operation.chunk is not None:
-        good[EVENTS] = {"schema": _event({"anyOf": [schema_of(operation.chunk), schema_of(ErrorAnswer)]})}
+        data = {"anyOf": [schema_of(operation.chunk), error]}
+        good[EVENTS] = {"schema": _event(data, is_named=operation.dialect.has_named_events)}
     answers = {200: {"description": "Done", "content": good}}
     for status in operation.failures:
-        answers[status] = {"description": "Refused", "content": {JSON: {"schema": schema_of(ErrorAnswer)}}}
+        answers[status] = {"description": "Refused", "content": {JSON: {"schema": error}}}
     for status, kind in operation.others.items():
         answers[status] = {"description": "Not done", "content": {JSON: {"schema": schema_of(kind)}}}
     return {str(status): answer | {"headers": _HEADERS} for status, answer in sorted(answers.items())}
 
 
-def _event(data: Schema) -> Schema:
+def _event(data: Schema, *, is_named: bool) -> Schema:
     """One server-sent event of a stream."""
-    chunk = {"contentMediaType": JSON, "contentSchema": data}
-    field = {"type": "string", "anyOf": [{"const": "[DONE]"}, chunk]}
-    return {"type": "object", "required": ["data"], "properties": {"data": field}}
+    chunk: Schema = {"type": "string", "contentMediaType": JSON, "contentSchema": data}
+    if is_named:
+        properties = {"event": {"type": "string"}, "data": chunk}
+    else:
+        properties = {"data": {"type": "string", "anyOf": [{"const": "[DONE]"}, chunk]}}
+    return {"type": "object", "required": list(properties), "properties": properties}
 
 
 def _in_path(path: str) -> list[Schema]:

@@ -235,6 +235,10 @@ async def test_keys_open_what_their_scopes_say(tmp_path: Path) -> None:
         assert (await http.get("/metrics")).status_code == 401
         operator = await http.get("/metrics", headers={"authorization": "Bearer baton-o"})
         assert "baton_" in operator.text
+        by_name = await http.get("/v1/models", headers={"x-api-key": "baton-a", "x-request-id": "mine"})
+        assert (by_name.status_code, by_name.headers["request-id"]) == (200, "mine")
+        both = {"x-api-key": "baton-a", "authorization": "Bearer baton-x"}
+        assert (await http.get("/v1/models", headers=both)).status_code == 401, "authorization comes first"
         assert (await http.get("/healthz")).status_code == (await http.get("/readyz")).status_code == 200
 
 
