@@ -51,6 +51,11 @@ class DecodeScheduler:
         return len(self._running)
 
     @property
+    def has_work(self) -> bool:
+        """Whether there is anything to plan: sequences, or page copies of those that have ended."""
+        return bool(self._running or self._waiting or self._copies)
+
+    @property
     def running(self) -> Seq[Sequence]:
         """The batch, in its order."""
         return self._running

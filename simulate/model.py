@@ -2,7 +2,7 @@
 
 One number in each slot of the pool stands for a whole prefix, a step reads it where the step before it (or a hand-off)
 left it, and KV that was lost, overwritten or landed in the wrong place leads to other tokens than those of the
-undisturbed run. No tensors.
+undisturbed run. No tensors. Arrays are short: `count_nonzero` takes a third of the time of their `any`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class SimulatedStep:
         return [token.token_id for token in self._sampled]
 
     def sample(self, rows: Sequence[Sequence[SampleRow]]) -> None:
-        ends = np.searchsorted(self.step.cu_seqlens_q, self.step.logits_indices, side="right") - 1
+        ends = self.step.cu_seqlens_q.searchsorted(self.step.logits_indices, side="right") - 1
         states = self.states[ends].tolist()
         self._sampled = [
             SampledToken(sampled_token(state, row))
@@ -123,7 +123,7 @@ class KvPages:
     def check_step(self, step: StepInput, last: StateArray) -> None:
         """Raises PageAlarm where something else has written over what a step wrote."""
         slots = step.slot_mapping[step.cu_seqlens_q[1:] - 1]
-        if (self._states[slots] != last).any() or (self._layers[slots] != self._all_layers).any():
+        if np.count_nonzero(self._states[slots] != last) or np.count_nonzero(self._layers[slots] != self._all_layers):
             raise PageAlarm("pages of a step were written over before it had ended")
 
     def tear(self, block_table: Sequence[int], start: int, end: int) -> None:
@@ -132,13 +132,13 @@ class KvPages:
 
     def check_apart(self, step: StepInput, block_table: Sequence[int], start: int, end: int) -> None:
         """Raises PageAlarm where tokens are read that a step has not written yet, which is under way."""
-        if np.isin(self._slots(block_table, start, end), step.slot_mapping).any():
+        if np.count_nonzero(np.isin(self._slots(block_table, start, end), step.slot_mapping)):
             raise PageAlarm("a gather reads layers that its step has not written yet")
 
     def read(self, block_table: Sequence[int], start: int, end: int) -> StateArray:
         """The KV of the token before `start` (0: there is none) and of tokens [start, end) of a sequence; a copy."""
         slots = self._slots(block_table, max(0, start - 1), end)
-        if (self._layers[slots] != self._all_layers).any():
+        if np.count_nonzero(self._layers[slots] != self._all_layers):
             raise PageAlarm("KV is handed over that was never written, or of which some layers have not landed")
         states: StateArray = self._states[slots]
         return states if start else np.concatenate([np.zeros(1, dtype=np.uint64), states])
@@ -166,7 +166,7 @@ class KvPages:
         slots = step.block_tables[rows, places // self.block_size] * self.block_size + places % self.block_size
         has_none = places < 0
         slots[has_none] = 0
-        if (self._layers[slots] != self._all_layers)[~has_none].any():
+        if np.count_nonzero((self._layers[slots] != self._all_layers) & ~has_none):
             raise PageAlarm("a step reads KV that was never written, or of which some layers have not landed")
         before: StateArray = self._states[slots]
         before[has_none] = 0

@@ -77,14 +77,14 @@ class WatchedPages(KvPages):
     def check_step(self, step: StepInput, last: StateArray) -> None:
         launched, touched, lives = self._running.popleft()
         assert launched is step, "steps end in the order in which they were launched"
-        if (self._lives[touched] != lives).any():
+        if np.count_nonzero(self._lives[touched] != lives):
             raise PageAlarm("a block was let go while a step was under way that touches it")
         super().check_step(step, last)
 
     def _check_before(self, step: StepInput) -> None:
         """All that a step reads hangs together, from each sequence's first token on."""
         starts = step.positions[step.cu_seqlens_q[:-1]]
-        num_blocks = -(-int(starts.max(initial=0)) // self.block_size)
+        num_blocks = -(-max(starts.tolist(), default=0) // self.block_size)
         if not num_blocks:
             return
         tables = step.block_tables[:, :num_blocks]
@@ -93,7 +93,7 @@ class WatchedPages(KvPages):
         is_wrong[:, 0] |= parents[:, 0] != 0
         is_wrong[:, 1:] |= parents[:, 1:] != states[:, :-1]
         is_wrong &= np.arange(is_wrong.shape[1]) < starts[:, None]
-        if is_wrong.any():
+        if np.count_nonzero(is_wrong):
             row, place = np.argwhere(is_wrong)[0].tolist()
             raise PageAlarm(f"a step reads at token {place} of {starts[row]} KV that is not of its sequence")
 
@@ -117,7 +117,7 @@ class WatchedPages(KvPages):
         lives = self._held(touched, "a transfer begins with")
 
         def answer(*arguments: Any) -> None:
-            if (self._lives[touched] != lives).any():
+            if np.count_nonzero(self._lives[touched] != lives):
                 raise PageAlarm("a block was let go while a transfer was under way that touches it")
             done(*arguments)
 
@@ -129,12 +129,12 @@ class WatchedPages(KvPages):
     def _held(self, touched: IntArray, who: str) -> npt.NDArray[np.int64]:
         """The lives of some blocks, all of which are held."""
         lives: npt.NDArray[np.int64] = self._lives[touched]
-        if not (lives & 1).all():
+        if np.count_nonzero(lives & 1 == 0):
             raise PageAlarm(f"{who} block {touched[(lives & 1) == 0][0]}, which nobody holds")
         return lives
 
     def _store(self, slots: IntArray, states: StateArray, layers: LayerArray | int) -> None:
-        if ((self._layers[slots] != 0) & (self._states[slots] != states)).any():
+        if np.count_nonzero((self._layers[slots] != 0) & (self._states[slots] != states)):
             raise PageAlarm("KV that is there is written over with that of other tokens")
         super()._store(slots, states, layers)
 

@@ -30,7 +30,9 @@ class WatchedDispatcher(Dispatcher):
     def _on_event(self, worker: WorkerClient, live: LiveRequest, kind: str, message: Any, now: float) -> None:
         key = RequestKey.of(message.key)
         assert key == live.key, f"{worker.worker_id} speaks for {key}, which is over, and counts for {live.key}"
-        told = self._told.setdefault(live.attempt, [set(range(len(s.known_ids))) for s in live.sequences])
+        told = self._told.get(live.attempt)
+        if told is None:
+            told = self._told[live.attempt] = [set(range(len(s.known_ids))) for s in live.sequences]
         if kind == "tokens":
             first = message.first_token_index
             new, old = set(range(first, first + len(message.token_ids))), told[message.sequence_index]

@@ -16,6 +16,7 @@ from cluster.crash_record import CrashRecord
 from cluster.lifecycle import RequestKey
 from cluster.pb import worker_pb2
 from cluster.settings import WorkerSettings
+from cluster.step_cost import StepCost
 from engine.kv.block_manager import BlockManager
 from engine.sampling.constraint import Constrainer
 from engine.sequence import Request
@@ -93,6 +94,8 @@ class Core:
         self._clock = clock
         self._stats = handoff_context.stats
         self._sent_stats = worker_pb2.WorkerStats()
+        self._measured_cost: StepCost | None = None
+        """The cost of steps that the stats have."""
         self._had_requests = False
         """Whether there were requests, by the stats that were sent last."""
         self._stats_due = 0.0
@@ -253,8 +256,10 @@ class Core:
         stats.num_waiting_requests = self.decode.num_waiting + self.prefill.num_waiting + len(self._grammars)
         stats.num_requests = self.reporter.num_requests
         stats.num_preemptions = self.decode.num_preemptions
-        if is_due or not stats.HasField("step_cost"):
+        if is_due or self._measured_cost is None:
             cost = self._steps.cost
-            if cost is not None:
+            if cost is not self._measured_cost:
+                assert cost is not None, "what was learned of steps is not forgotten"
                 stats.step_cost.CopyFrom(cost.to_proto())
+                self._measured_cost = cost
         return stats

@@ -82,6 +82,11 @@ class DecodeRole:
         return len(self._to_reserve) + self._scheduler.num_waiting + len(self._held_back)
 
     @property
+    def has_work(self) -> bool:
+        """Whether anything may come of planning a step."""
+        return bool(self._to_reserve) or self._scheduler.has_work
+
+    @property
     def num_preemptions(self) -> int:
         return self._scheduler.num_preemptions
 

@@ -60,6 +60,11 @@ class PrefillRole:
     def num_running(self) -> int:
         return self._scheduler.num_running
 
+    @property
+    def has_work(self) -> bool:
+        """Whether there is a prompt to plan."""
+        return bool(self._scheduler.num_running or self._scheduler.num_waiting)
+
     def admit(self, request: Request, connection: HandoffConnection) -> None:
         """The router gave this worker a prompt, to be handed over on the connection."""
         self._connections[connection.epoch] = connection

@@ -186,6 +186,10 @@ class StepPipeline:
 
     def _launch(self, settings: WorkerSettings) -> Flight | None:
         """Plans a step and sets it off; None when there is nothing to run."""
+        if not (self._decode.has_work or self._prefill.has_work):
+            if self._flight is None:
+                self._rest()
+            return None
         number = self._ranks.num_steps + 1
         budget = StepBudget(settings.engine.max_num_batched_tokens, settings.slo.tpot_s, lambda: self._step_clock.cost)
         decoding, preempted, copies = self._decode.plan(budget)

@@ -146,7 +146,8 @@ def test_a_page_waits_to_be_copied_even_when_both_sequences_have_left() -> None:
     scheduler.fork(parent, [child], [])
     scheduler.remove(parent)
     scheduler.remove(child)
+    assert scheduler.has_work
     copies = scheduler.take_copies()
-    assert blocks.num_held == 2
+    assert blocks.num_held == 2 and not scheduler.has_work
     scheduler.copied(copies)
     assert blocks.num_held == 0
