@@ -55,18 +55,18 @@ class TokenHash:
         return token
 
 
-def obstacle(request: Request) -> str:
-    """Why this model cannot serve a request, or nothing."""
+def obstacle(request: Request, *, takes_constraints: bool = False) -> str:
+    """Why this model, or another without logits, cannot serve a request, or nothing."""
     params = request.params
     wanted = {
         "logprobs": params.top_logprobs is not None,
         "prompt logprobs": request.prompt_logprobs is not None,
         "logit_bias": bool(params.logit_bias),
         "allowed_token_ids": bool(params.allowed_token_ids),
-        "a constraint": params.constraint is not None,
+        "a constraint": params.constraint is not None and not takes_constraints,
     }
     names = ", ".join(name for name, is_wanted in wanted.items() if is_wanted)
-    return f"this worker's steps are timed: its tokens are hashes without logits, so leave out {names}" if names else ""
+    return f"this worker's steps are timed and compute no logits, so leave out {names}" if names else ""
 
 
 def states_after(before: StateArray, tokens: IntArray, cu_seqlens: IntArray) -> StateArray:

@@ -188,8 +188,9 @@ class Core:
         session, admit, has_cache = waiting.session, waiting.admit, self._settings.engine.enable_prefix_cache
         request = Request.from_proto(admit, enable_prefix_cache=has_cache, constraint=waiting.constraint)
         problem = request.problem(self._vocab_size, self._max_model_len)
-        if not problem and self._settings.engine.timed_steps.is_on:
-            problem = obstacle(request)
+        timed = self._settings.engine.timed_steps
+        if not problem and timed.is_on:
+            problem = obstacle(request, takes_constraints=timed.script is not None)
         if request.key in self.reporter or request.key in self.prefill or request.key in self.decode:
             problem = "this worker already holds a request of this id and attempt"
         if problem:

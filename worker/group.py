@@ -44,7 +44,8 @@ Compute = Callable[[StepInput, torch.Tensor | None], StepOutput]
 
 
 class TokenChooser(Protocol):
-    """Implemented by `engine.sampling.sampler.Sampler` and `engine.timed_runner.HashChooser`."""
+    """Implemented by `engine.sampling.sampler.Sampler`, `engine.timed_runner.HashChooser` and
+    `engine.script.ScriptChooser`."""
 
     def launch(self, logits: torch.Tensor, rows: Seq[SampleRow]) -> Samples:
         """Sets the choice of a token for each row of logits off."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from cluster.config.source import read_text
 from cluster.config.timed import timed_obstacles
 from cluster.errors import ConfigError
 from cluster.model_folder import model_name, read_model_file, weight_files
@@ -180,6 +181,8 @@ def _resolve_timed(settings: WorkerSettings) -> Resolved:
     for key, why in timed_obstacles(engine.device, transfer.wire_format, {"tensor_parallel": settings.tp_size}):
         raise ConfigError(f"{key}: {why}")
     config = timed_config(read_model(settings.model.path, settings.engine.model_impl))
+    script = engine.timed_steps.script
+    answers = "" if script is None else f"+{hashlib.sha256(read_text(script).encode()).hexdigest()[:16]}"
     return Resolved(
         settings=settings.with_values(kernels="torch", deterministic=False, quantization="none"),
         config=config,
@@ -189,7 +192,7 @@ def _resolve_timed(settings: WorkerSettings) -> Resolved:
         kv_dtype=config.dtype,
         max_model_len=resolve_max_model_len(config, settings.model.max_model_len),
         transports=supported(engine.device, transfer.transport),
-        weights_revision=f"{checkpoint_digest(Path(settings.model.path))}+timed",
+        weights_revision=f"{checkpoint_digest(Path(settings.model.path))}+timed{answers}",
     )
 
 

@@ -236,7 +236,7 @@ class StepPipeline:
         for p in flight.ends:
             problem = next((token.problem for token in sampled[id(p)] if token.problem), "")
             if problem:
-                self._fail(p.sequence.request.key, f"the output cannot be constrained any further: {problem}")
+                self._fail(p.sequence.request.key, problem)
         for p in flight.decoding:
             self._decode.process_output(p, sampled[id(p)], scores.get(id(p), ()), is_counted=flight.is_counted)
         for p in flight.prefilling:

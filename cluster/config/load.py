@@ -98,7 +98,10 @@ def _resolve_paths(config: ServingConfig, folder: Path, model_path: str | None) 
     router, batches = config.router, config.router.batch_store
     if batches is not None and not batches.startswith("~") and "://" not in batches:
         router = replace(router, batch_store=str((folder / batches).absolute()))
-    return replace(config, model=model, log_dir=log_dir, router=router, **sections)
+    engine, timed = config.engine, config.engine.timed_steps
+    if timed.script is not None:
+        engine = replace(engine, timed_steps=replace(timed, script=str((folder / timed.script).absolute())))
+    return replace(config, model=model, log_dir=log_dir, router=router, engine=engine, **sections)
 
 
 def _with_paths(section: S, folder: Path) -> S:
@@ -128,6 +131,9 @@ def _missing_files(config: ServingConfig) -> Iterator[ConfigFinding]:
             if path is not None and not Path(path).is_file():
                 made_by = f"make it with `baton keys create --file {path}`" if section == "auth" else "docs/security.md"
                 yield ConfigFinding(f"{section}.{name}", f"no such file: {path}; {made_by}")
+    script = config.engine.timed_steps.script
+    if script is not None and not Path(script).is_file():
+        yield ConfigFinding("engine.timed_steps.script", f"no such file: {script}; docs/timed.md says what is in one")
 
 
 def _nearest_place(reader: ConfigReader, keys: list[str]) -> SourcePosition | None:

@@ -1,4 +1,4 @@
-"""The part of the schema that replaces the model's computation by a cost curve: `engine.timed_steps`."""
+"""The part of the schema that replaces the model's computation by a cost curve, or a script: `engine.timed_steps`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from cluster.step_cost import StepCost
 @dataclass(frozen=True)
 class TimedStepsSection:
     """Workers that compute nothing: each step takes as long as this formula says, and the next token is a hash of those
-    before it. Of the model's folder only config.json and the tokenizer are read. All 0: steps are computed. For
-    demonstrations and tests (docs/timed.md); needs device cpu, one device for each worker, and wire_format native."""
+    before it, or what a script says. Of the model's folder only config.json and the tokenizer are read. All 0 and no
+    script: steps are computed. For demonstrations and tests (docs/timed.md); needs device cpu, one device for each
+    worker, and wire_format native."""
 
     fixed_s: float = bounded(0.0, at_least=0, at_most=60)
     """Seconds of every step."""
@@ -29,10 +30,13 @@ class TimedStepsSection:
     """What one worker receives of KV, in GB/s of the model's own KV; null: as fast as it comes."""
     transfer_latency_s: float = bounded(0.0, at_least=0, at_most=60)
     """Seconds that a chunk of KV takes on top of that."""
+    script: str | None = None
+    """YAML file with the model's answers by what prompts say, in place of hashes (docs/timed.md); a relative path
+    starts at the folder of this file. Workers read it when they start, each on its own machine."""
 
     @property
     def is_on(self) -> bool:
-        return any(vars(self.cost).values())
+        return self.script is not None or any(vars(self.cost).values())
 
     @property
     def cost(self) -> StepCost:

@@ -126,7 +126,7 @@ def follow_constraints(
                 row.sequence_index, row.output_token_ids, row.params.stop_token_ids
             )
         except ConstraintFailed as failure:
-            problems[r] = str(failure)
+            problems[r] = f"the output cannot be constrained any further: {failure}"
     return allowed, problems
 
 

@@ -140,6 +140,17 @@ class PlainCluster:
         self._hear(self.add_router("router", **{name: int(a.rpartition(":")[2]) for name, a in ports.items() if a}))
         self._connect()
 
+    def replace_worker(self, worker_id: str, role: str) -> None:
+        """kill -9, and another one at its address with the same settings."""
+        killed = self.processes.pop(worker_id)
+        killed.popen.send_signal(signal.SIGKILL)
+        killed.popen.wait(WAIT_S)
+        assert killed.stop() == -signal.SIGKILL
+        self.step_log(worker_id).unlink()
+        port = int(self.addresses[worker_id].rpartition(":")[2])
+        self.processes[worker_id] = self._start(self.worker_program, self.settings_of(worker_id, role, port=port))
+        self.ready(worker_id)
+
     def _hear(self, card: dict[str, Any]) -> None:
         self.address, self.control_address = str(card["address"]), str(card["control_address"])
         self.http_address = str(card["http_address"])

@@ -66,3 +66,24 @@ def test_the_example_is_a_cluster_of_eight_timed_workers() -> None:
     config = load_config(ROOT / "deploy" / "timed" / "cluster.yaml")
     assert config.roles.prefill.num_workers == config.roles.decode.num_workers == 4
     assert config.engine.timed_steps.cost.of_prompt(1024, 0) == pytest.approx(0.1, rel=0.05)
+
+
+def test_a_script_alone_turns_timed_steps_on_and_is_found_beside_the_file(tmp_path: Path) -> None:
+    text = "    engine: {device: cpu, timed_steps: {script: says.yaml}}\n"
+    (tmp_path / "cluster.yaml").write_text(f"metadata:\n  serving:\n    model: {{path: {MODEL}}}\n{text}")
+    with pytest.raises(ConfigError, match=r"engine\.timed_steps\.script: no such file: .*says\.yaml"):
+        load_config(tmp_path / "cluster.yaml")
+    (tmp_path / "says.yaml").write_text("- say: Ay.\n")
+    timed = load_config(tmp_path / "cluster.yaml").engine.timed_steps
+    assert timed.is_on and timed.script == str(tmp_path / "says.yaml")
+
+
+def test_workers_with_other_scripts_serve_other_models(tmp_path: Path) -> None:
+    revisions = set()
+    for number in range(2):
+        (tmp_path / f"{number}.yaml").write_text(f"- say: '{number}'\n")
+        settings = WorkerSettings.from_values(
+            worker_id="w", role="decode", model_path=str(MODEL), device="cpu", script=str(tmp_path / f"{number}.yaml")
+        )
+        revisions.add(resolve(settings).weights_revision)
+    assert len(revisions) == 2
