@@ -1,0 +1,36 @@
+"""Hermes' and Qwen's calls: `<tool_call>`, a JSON object with name and arguments, `</tool_call>`, for each call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from router.tool_calls.format import Tool, ToolFormat
+from router.tool_calls.json_call import json_call, read_json_call
+from router.tool_calls.lark import Lark
+from router.tool_calls.reader import OutputReader, Reading
+
+_BEGIN, _END = "<tool_call>", "</tool_call>"
+
+
+class Hermes(ToolFormat):
+    """Nous Hermes 2 and 3, Qwen2.5 and Qwen3, and many that were trained on their outputs."""
+
+    name = "hermes"
+    begins = (_BEGIN,)
+    marks = (_END,)
+
+    def is_of(self, template: str) -> bool:
+        return _BEGIN in template and not any(other in template for other in ("<function=", "<arg_key>"))
+
+    def read(self, reader: OutputReader, tools: Mapping[str, Tool]) -> Reading[None]:
+        while True:
+            reader.begin_call((yield from reader.read_text(_BEGIN)))
+            yield from reader.take_blanks()
+            yield from read_json_call(reader, tools)
+            yield from reader.take_blanks()
+            yield from reader.take(_END)
+            reader.end_call()
+
+    def calls(self, lark: Lark, tools: Sequence[Tool], *, is_single: bool) -> str:
+        rest = f'"\\n" {json_call(lark, tools)} "\\n" {lark.literal(_END)}'
+        return rest if is_single else f'{rest} ("\\n" {lark.literal(_BEGIN)} {rest})*'
