@@ -15,6 +15,7 @@ from cluster.pb import generation_pb2
 from cluster.settings import RouterSettings
 from cluster.state import Claim, Log, MemoryStore, Outcome, Store, StoreAway, Write
 from router.api.call import Call, Principal
+from router.api.chat import ChatTemplate
 from router.api.served_model import ServedModel
 from router.api.service import GenerationService
 from router.observe.tracing import Traces
@@ -196,6 +197,7 @@ class SimulatedTokenizer:
     """The tokenizer, as far as requests of token ids need one (`router.api.tokenizer.Tokenizer`)."""
 
     definition = ""
+    chat_template = ChatTemplate({}, {})
 
-    def new_detokenizer(self, prompt_token_ids: object) -> DigitText:
+    def new_detokenizer(self, prompt_token_ids: object, kept: object) -> DigitText:
         return DigitText()

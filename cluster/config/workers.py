@@ -43,6 +43,8 @@ class ModelSection:
         None, at_least=1, at_most=2**24, is_fixed=True, shared_why="a request begins on one and ends on the other"
     )
     """Most tokens of prompt and output together; null: the checkpoint's max_position_embeddings."""
+    tool_format: choices.ToolFormatName = field(default="auto", metadata=shared("routers read the calls of both"))
+    """How the model writes calls of tools (docs/tools.md); auto: as its chat template shows."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from cluster.api_keys import ApiKey, KeyQuota
 from cluster.auth import Metadata
 from cluster.errors import Overloaded
 from cluster.pb import worker_pb2
+from router.tool_calls.output import OutputForm
 
 T = TypeVar("T")
 
@@ -112,3 +113,7 @@ class ValidatedRequest:
     client_request_id: str
     session_id: str = ""
     """Empty: it belongs to no session."""
+    form: OutputForm | None = None
+    """What its outputs may hold beside text; None: they are text."""
+    streams_calls: bool = False
+    """Calls of tools are told piece by piece; else when they are whole."""

@@ -8,15 +8,16 @@ Templates come with the model, messages from clients: neither can reach Python f
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import jinja2
 from google.protobuf import struct_pb2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -25,11 +26,18 @@ from cluster.errors import CheckpointError, FailedPrecondition, FieldViolation, 
 from cluster.model_folder import has_model_file, read_model_file
 from cluster.pb import generation_pb2
 from router.api.call import MOST_MESSAGES, MOST_TOOLS
-from router.api.violations import Violations
+from router.api.violations import Violations, shortened
 
 _RESERVED = frozenset({"messages", "tools", "bos_token", "eos_token"})
 """Names that a client's template_kwargs cannot set."""
 _LONGEST_REASON = 200
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+_EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
+"""Efforts that templates do not know, as the next one that they do."""
+_THINKING_SWITCHES = ("enable_thinking", "thinking")
+"""Variables of templates that turn thinking on."""
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_TOOL_NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -39,25 +47,61 @@ class Chat:
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
     template_kwargs: dict[str, Any]
+    choice: generation_pb2.ToolChoice = field(default_factory=generation_pb2.ToolChoice)
+    reasoning: generation_pb2.ReasoningOptions = field(default_factory=generation_pb2.ReasoningOptions)
 
 
 Prompt = str | Chat
 
 
-def read_chat(chat: generation_pb2.ChatInput, violations: Violations, field: str) -> Chat:
+def read_chat(
+    chat: generation_pb2.ChatInput,
+    violations: Violations,
+    field: str,
+    reasoning: generation_pb2.ReasoningOptions | None = None,
+) -> Chat:
     """Adds what is wrong with the chat to `violations`, below `field`."""
-    is_short = violations.at_most(f"{field}.messages", chat.messages, MOST_MESSAGES, "messages")
-    if not (violations.at_most(f"{field}.tools", chat.tools, MOST_TOOLS, "tools") and is_short):
+    given = _json_chat(chat, violations, field) if chat.json else chat
+    if given is None:
         return Chat([], [], {})
-    messages = [_to_dict(message) for message in chat.messages]
+    is_short = violations.at_most(f"{field}.messages", given.messages, MOST_MESSAGES, "messages")
+    if not (violations.at_most(f"{field}.tools", given.tools, MOST_TOOLS, "tools") and is_short):
+        return Chat([], [], {})
+    plain = given if isinstance(given, Chat) else _plain_chat(given)
+    messages, tools, kwargs = plain.messages, plain.tools, plain.template_kwargs
     if not messages:
         violations.add(f"{field}.messages", "must hold at least one message")
+    called: set[str] = set()
     for index, message in enumerate(messages):
-        _check_message(message, violations, f"{field}.messages[{index}]")
-    kwargs = _to_dict(chat.template_kwargs)
+        _check_message(message, violations, f"{field}.messages[{index}]", called)
     for name in sorted(_RESERVED & kwargs.keys()):
         violations.add(f"{field}.template_kwargs.{name}", "is set by the server and cannot be given")
-    return Chat(messages, [_to_dict(tool) for tool in chat.tools], kwargs)
+    _check_tools(tools, chat.tool_choice, violations, field)
+    return Chat(messages, tools, kwargs, chat.tool_choice, reasoning or generation_pb2.ReasoningOptions())
+
+
+def _plain_chat(chat: generation_pb2.ChatInput) -> Chat:
+    return Chat(list(map(_to_dict, chat.messages)), list(map(_to_dict, chat.tools)), _to_dict(chat.template_kwargs))
+
+
+def _json_chat(chat: generation_pb2.ChatInput, violations: Violations, field: str) -> Chat | None:
+    if chat.messages or chat.tools or chat.HasField("template_kwargs"):
+        violations.add(f"{field}.json", "excludes messages, tools and template_kwargs: set it or them")
+        return None
+    try:
+        found = json.loads(chat.json)
+        parts = Chat(found["messages"], found.get("tools") or [], found.get("template_kwargs") or {})
+        lists = parts.messages, parts.tools
+        is_good = isinstance(parts.template_kwargs, dict) and all(isinstance(each, list) for each in lists)
+        is_good = is_good and all(isinstance(entry, dict) for each in lists for entry in each)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        is_good = False
+    if not is_good:
+        violations.add(
+            f"{field}.json", 'must be {"messages": […], "tools": […], "template_kwargs": {…}}, the last two if any'
+        )
+        return None
+    return parts
 
 
 def _to_dict(struct: struct_pb2.Struct) -> dict[str, Any]:
@@ -81,10 +125,39 @@ def _plain(value: struct_pb2.Value) -> Any:
     return None
 
 
-def _check_message(message: dict[str, Any], violations: Violations, field: str) -> None:
+def _check_tools(
+    tools: Sequence[Mapping[str, Any]], choice: generation_pb2.ToolChoice, violations: Violations, field: str
+) -> None:
+    names: set[str] = set()
+    for index, tool in enumerate(tools):
+        path = f"{field}.tools[{index}]"
+        function = tool.get("function")
+        if tool.get("type") != "function" or not isinstance(function, Mapping):
+            violations.add(path, 'must be {"type": "function", "function": {…}}')
+            continue
+        name, parameters = function.get("name"), function.get("parameters")
+        if not (isinstance(name, str) and _TOOL_NAME.fullmatch(name)):
+            violations.add(f"{path}.function.name", "must be 1 to 128 letters, digits, `_`, `-`, `.`, `:` or `/`")
+        elif name in names:
+            violations.add(f"{path}.function.name", f"names a tool twice: {name!r}")
+        else:
+            names.add(name)
+        if parameters is not None and not isinstance(parameters, Mapping):
+            violations.add(f"{path}.function.parameters", "must be a JSON schema of an object")
+    for name in choice.names:
+        if name not in names:
+            violations.add(f"{field}.tool_choice", f"names {shortened(name)!r}, which is not among the tools")
+    if choice.mode == generation_pb2.ToolChoice.MODE_REQUIRED and not tools:
+        violations.add(f"{field}.tool_choice", "asks for a call, and there are no tools")
+
+
+def _check_message(message: dict[str, Any], violations: Violations, field: str, called: set[str]) -> None:
+    """`called`: the ids of the calls before it, which it adds its own to."""
     role = message.get("role")
     if not isinstance(role, str) or not role:
         violations.add(f"{field}.role", "must be a string such as `user`")
+    elif role not in _ROLES:
+        violations.add(f"{field}.role", f"must be one of {', '.join(_ROLES)} (got {shortened(role)!r})")
     content = message.get("content")
     if isinstance(content, list):
         message["content"] = _join_text_parts(content, violations, f"{field}.content")
@@ -92,6 +165,35 @@ def _check_message(message: dict[str, Any], violations: Violations, field: str) 
         message["content"] = ""  # which a template would write as the word None
     elif not isinstance(content, str):
         violations.add(f"{field}.content", "must be a string or a list of text parts")
+    if message.get("tool_calls") is None:
+        message.pop("tool_calls", None)
+    elif role != "assistant" or not isinstance(message["tool_calls"], list):
+        violations.add(f"{field}.tool_calls", "must be a list, in a message of the assistant")
+    else:
+        for index, call in enumerate(message["tool_calls"]):
+            _check_call(call, violations, f"{field}.tool_calls[{index}]", called)
+    if role == "tool" and message.get("tool_call_id") not in called:
+        what = "must be the id of a call in a message of the assistant before it"
+        violations.add(f"{field}.tool_call_id", f"{what} (got {shortened(str(message.get('tool_call_id')))!r})")
+
+
+def _check_call(call: Any, violations: Violations, field: str, called: set[str]) -> None:
+    """Makes the arguments an object, as templates read them."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        violations.add(field, 'must be {"id": …, "type": "function", "function": {"name": …, "arguments": …}}')
+        return
+    if isinstance(call.get("id"), str):
+        called.add(call["id"])
+    arguments = function.get("arguments", "{}")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError:
+            arguments = None
+    if not isinstance(arguments, dict):
+        violations.add(f"{field}.function.arguments", "must be the text of a JSON object")
+    function["arguments"] = arguments
 
 
 def _join_text_parts(parts: list[Any], violations: Violations, field: str) -> str:
@@ -117,8 +219,15 @@ class ChatTemplate:
         environment = _environment()
         try:
             self._templates = {name: environment.from_string(source) for name, source in sources.items()}
+            self._variables = {
+                name: meta.find_undeclared_variables(environment.parse(s)) for name, s in sources.items()
+            }
         except jinja2.TemplateError as error:
-            raise CheckpointError(f"the chat template does not compile: {error}") from error
+            line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            raise CheckpointError(f"the chat template does not compile{line}: {error}") from error
+        self.source = "\n".join(sources.values())
+        """The text of all templates."""
+        self._has_developers = "developer" in self.source
         self._special_tokens = dict(special_tokens)
 
     @classmethod
@@ -137,24 +246,60 @@ class ChatTemplate:
     def is_present(self) -> bool:
         return "default" in self._templates
 
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]
-    ) -> str:
-        """Returns the prompt, with the beginning of the assistant's answer unless kwargs say otherwise.
+    def render(self, chat: Chat) -> str:
+        """Returns the prompt, with the beginning of the assistant's answer unless the chat says otherwise.
 
         Raises FailedPrecondition without a template, InvalidRequest when it cannot render these messages.
         """
         if not self.is_present:
             raise FailedPrecondition("this model has no chat template; send spec.text or spec.token_ids instead")
+        tools = [] if chat.choice.mode == generation_pb2.ToolChoice.MODE_NONE else chat.tools
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
-        values = {"add_generation_prompt": True, **kwargs, **self._special_tokens}
+        switches = self._switches(chat.reasoning, self._variables[name])
+        values = {"add_generation_prompt": True, **switches, **chat.template_kwargs, **self._special_tokens}
+        messages = chat.messages
+        if not self._has_developers:
+            messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
         try:
-            return self._templates[name].render(messages=messages, tools=list(tools) or None, **values)
+            try:
+                return self._templates[name].render(messages=messages, tools=tools or None, **values)
+            except TypeError:  # a template that joins arguments to text takes them as such
+                messages = list(map(_with_argument_texts, messages))
+                return self._templates[name].render(messages=messages, tools=tools or None, **values)
         except _TemplateRefusal as error:
             raise _refused(f"the model's chat template refuses these messages: {error}"[:_LONGEST_REASON]) from error
         except Exception as error:  # a template is a program that runs on a client's data: any failure is that data's
             kind = type(error).__name__
             raise _refused(f"the model's chat template cannot render these messages ({kind})") from error
+
+    @staticmethod
+    def _switches(reasoning: generation_pb2.ReasoningOptions, variables: Container[str]) -> dict[str, Any]:
+        """What the template is told of thinking, of what it asks for."""
+        effort = reasoning.effort
+        if not effort and not reasoning.HasField("max_tokens"):
+            return {}
+        does_think = effort != "none"
+        switches: dict[str, Any] = {name: does_think for name in _THINKING_SWITCHES if name in variables}
+        if effort and does_think and "reasoning_effort" in variables:
+            switches["reasoning_effort"] = _EFFORTS.get(effort, effort)
+        return switches
+
+
+def _with_argument_texts(message: dict[str, Any]) -> dict[str, Any]:
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    texts = [
+        {
+            **call,
+            "function": {
+                **call["function"],
+                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+            },
+        }
+        for call in calls
+    ]
+    return {**message, "tool_calls": texts}
 
 
 def _refused(reason: str) -> InvalidRequest:

@@ -16,7 +16,7 @@ import json
 import re
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from cluster.pb import generation_pb2 as pb
 from router.api.call import Principal
 from router.api.violations import Violations, shortened
 from router.queue.quota import Exceeded, TokenBucket
+from router.tool_calls.output import OutputForm
 
 MOST_CHOICES = 1024
 LONGEST_GRAMMAR = 256 * 1024
@@ -48,7 +49,7 @@ _GRAMMAR_TOKENS = (
     re.compile(_LITERAL + rf")|{_RULE}|(?P<open>\[)|(?P<close>\])", re.DOTALL),
 )
 """Brackets outside strings and expressions: once without what may be a character class, once only square ones."""
-_LONGEST_PROBLEM = 300
+LONGEST_PROBLEM = 300
 _ANY_OBJECT = '{"type": "object"}'
 _AT_ONCE, _OF_A_TENANT = 4, 2
 """Grammars that are tried at one time."""
@@ -57,6 +58,15 @@ _KEPT = 256
 
 TryGrammar = Callable[[str, str], str]
 """The grammar of a constraint, of its kind and text; raises ValueError for one that cannot be followed."""
+
+
+class WrongTool(ValueError):
+    """The schema of a tool cannot be followed."""
+
+    def __init__(self, index: int, reason: str) -> None:
+        """`index`: of the tool in its request."""
+        super().__init__(reason)
+        self.index = index
 
 
 class Grammars:
@@ -103,6 +113,30 @@ class Grammars:
         if isinstance(outcome, ValueError):
             raise ValueError(str(outcome))
         return outcome
+
+    async def compile_form(
+        self, form: OutputForm, special_ids: Mapping[str, int], content: str, principal: Principal
+    ) -> str:
+        """The grammar of outputs of this form, whose answer is held to `content`, a grammar or empty; empty: they are
+        free. Raises as `compile` does; WrongTool where it is one tool's schema that cannot be followed."""
+        text = form.grammar(special_ids, content or None)
+        if text is None:
+            return content
+        schemas = {tool.index: json.dumps(tool.schema()) for tool in form.tools.values()}
+        for index, schema in schemas.items():
+            try:
+                check_bounds("json_schema", schema)
+            except ValueError as error:
+                raise WrongTool(index, str(error)) from error
+        try:
+            return await self.compile("grammar", text, principal) or text
+        except ValueError as error:
+            for index, schema in schemas.items():
+                try:
+                    await self.compile("json_schema", schema, principal)
+                except ValueError as reason:
+                    raise WrongTool(index, str(reason)) from error
+            raise
 
     def _tried(self, by: tuple[str, bytes], trying: asyncio.Task[str | ValueError]) -> None:
         self._trying.pop(by, None)
@@ -176,7 +210,7 @@ def read_constraint(params: pb.SamplingParams, try_grammar: TryGrammar, wrong: V
     try:
         return try_grammar(kind, text)
     except ValueError as error:
-        wrong.add(field, f"cannot be followed: {shortened(' '.join(str(error).split()), _LONGEST_PROBLEM)}")
+        wrong.add(field, f"cannot be followed: {shortened(' '.join(str(error).split()), LONGEST_PROBLEM)}")
         return ""
 
 

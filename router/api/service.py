@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from cluster.errors import BatonError, DeadlineExceeded, FailedPrecondition, FieldViolation, QuotaExceeded
 from cluster.grammar import GrammarLimits
@@ -22,10 +22,11 @@ from cluster.pb.journal_pb2 import JournalEntry
 from cluster.settings import RouterSettings
 from cluster.state import Store
 from router.api.call import INLINE_BYTES, Call, ClientStalled, Principal, ValidatedRequest, run_aside
+from router.api.chat_forms import ChatForms
 from router.api.grammar import Grammars, TryGrammar, constraint_of
 from router.api.served_model import ServedModel
 from router.api.tokenizer import Tokenizer
-from router.api.validate import validate
+from router.api.validate import ReadPrompt, TryForm, read_prompt, validate
 from router.api.violations import Violations, invalid
 from router.observe.tracing import CallTrace, Origin, Traces
 from router.queue.admission import AdmissionRequest
@@ -35,6 +36,7 @@ from router.stream.detokenizer import Detokenizer
 from router.stream.failures import WeightsLost
 from router.stream.request import LiveRequest
 from router.stream.resume import Resumables, ResumeHooks
+from router.tool_calls.output import OutputForm
 
 MOST_CANCELLED = 256
 """Ids in one CancelGeneration, each of which may cost a read of the store."""
@@ -73,6 +75,7 @@ class GenerationService:
             limits,
             compile_s_per_min=of_router.grammar_s_per_min,
         )
+        self._forms = ChatForms(tokenizer, settings.model.tool_format)
         self._dispatcher = dispatcher
         self._executor = executor
         self._rate = rate
@@ -223,10 +226,12 @@ class GenerationService:
             max_sequences=self._model.max_sequences,
         )
         self._dispatcher.refuse_early(least)
-        try_grammar = await self._try_grammar(request.spec.sampling, principal)
+        spec, is_long = request.spec, request.ByteSize() > INLINE_BYTES
+        prompt = await run_aside(is_long, lambda: self._read_prompt(spec, is_streaming), self._executor)
+        try_grammar, try_form = await self._try_grammars(spec.sampling, prompt.form, principal)
         valid = await run_aside(
-            request.ByteSize() > INLINE_BYTES,
-            lambda: self._validate(request.spec, is_streaming, principal.tenant, try_grammar),
+            is_long,
+            lambda: self._validate(spec, prompt, is_streaming, principal.tenant, try_grammar, try_form),
             self._executor,
         )
         live = LiveRequest(
@@ -261,7 +266,14 @@ class GenerationService:
     ) -> LiveRequest:
         """Validates the request of a record again, by this router's limits; its sampling and arrival time stay."""
         origin = record.origin
-        valid = self._validate(origin.spec, True, principal.tenant, lambda kind, text: origin.sampling.grammar)
+        valid = self._validate(
+            origin.spec,
+            self._read_prompt(origin.spec, True),
+            True,
+            principal.tenant,
+            lambda kind, text: origin.sampling.grammar,
+            lambda form, content: origin.sampling.grammar,
+        )
         if any(token_id >= self._model.vocab_size for tokens in record.tokens for token_id in tokens.token_ids):
             raise FailedPrecondition("the record of this generation is not one of the served model; ask anew")
         age_s = max(0.0, self._wall_clock() - origin.arrival_time_s)
@@ -282,40 +294,73 @@ class GenerationService:
 
     def _new_detokenizers(self, request: ValidatedRequest) -> list[Detokenizer]:
         """One for each sequence."""
-        return [self._tokenizer.new_detokenizer(request.prompt_token_ids) for _ in range(request.sampling.params.n)]
+        kept = () if request.form is None else request.form.marks
+        n = request.sampling.params.n
+        return [self._tokenizer.new_detokenizer(request.prompt_token_ids, kept) for _ in range(n)]
 
-    async def _try_grammar(self, params: pb.SamplingParams, principal: Principal) -> TryGrammar:
-        """Compiles the request's grammar, if it has one, and returns what `validate` is to be told of it."""
-        constraint = constraint_of(params)
-        outcome: str | ValueError = ""
+    async def _try_grammars(
+        self, params: pb.SamplingParams, form: OutputForm | None, principal: Principal
+    ) -> tuple[TryGrammar, TryForm]:
+        """Compiles the request's grammars, if it has any, and returns what `validate` is to be told of them."""
+        constraint, content = constraint_of(params), _Tried("")
         if constraint is not None:
-            try:
-                outcome = await self._grammars.compile(*constraint, principal)
-            except ValueError as error:
-                outcome = error
-            except QuotaExceeded:
-                self._dispatcher.counters.refused["quota_grammars"] += 1
-                raise
+            content = await self._tried(self._grammars.compile(*constraint, principal))
+        whole = content
+        if form is not None and content.problem is None:
+            ids = self._forms.special_ids
+            whole = await self._tried(self._grammars.compile_form(form, ids, content.grammar, principal))
+        return lambda kind, text: content.outcome(), lambda form, text: whole.outcome()
 
-        def tell(kind: str, text: str) -> str:
-            if isinstance(outcome, ValueError):
-                raise outcome
-            return outcome
+    async def _tried(self, compiling: Awaitable[str]) -> _Tried:
+        try:
+            return _Tried(await compiling)
+        except ValueError as error:
+            return _Tried("", error)
+        except QuotaExceeded:
+            self._dispatcher.counters.refused["quota_grammars"] += 1
+            raise
 
-        return tell
+    def _read_prompt(self, spec: pb.GenerationSpec, is_streaming: bool) -> ReadPrompt:
+        return read_prompt(
+            spec,
+            self._model,
+            lambda prompt: self._tokenizer.encode_prompt(prompt).token_ids,
+            self._forms.form_of,
+            is_streaming=is_streaming,
+        )
 
     def _validate(
-        self, spec: pb.GenerationSpec, is_streaming: bool, tenant: str, try_grammar: TryGrammar
+        self,
+        spec: pb.GenerationSpec,
+        prompt: ReadPrompt,
+        is_streaming: bool,
+        tenant: str,
+        try_grammar: TryGrammar,
+        try_form: TryForm,
     ) -> ValidatedRequest:
         return validate(
             spec,
             self._model,
-            lambda prompt: self._tokenizer.encode_prompt(prompt).token_ids,
+            prompt,
             try_grammar=try_grammar,
+            try_form=try_form,
             fresh_seed=secrets.randbits(_SEED_BITS),
             is_streaming=is_streaming,
             tenant=tenant,
         )
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """What came of a grammar."""
+
+    grammar: str
+    problem: ValueError | None = None
+
+    def outcome(self) -> str:
+        if self.problem is not None:
+            raise self.problem
+        return self.grammar
 
 
 def _follow(live: LiveRequest, trace: CallTrace | None) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from cluster.model_folder import read_model_file
 from router.api.chat import ChatTemplate, Prompt
 from router.api.served_model import read_json
 from router.stream.detokenizer import CONTEXT_TOKENS, ByteDetokenizer, Detokenizer, WindowDetokenizer
+
+_TAIL_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,9 @@ class Tokenizer:
         self.sha256 = hashlib.sha256(definition).hexdigest()
         self._is_byte_level = _is_byte_level(json.loads(definition).get("decoder"))
         added = self._tokenizer.get_added_tokens_decoder()
-        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
+        """Special tokens by their text, which no other token has a part of."""
+        self._special_ids = frozenset(self.special_ids.values())
         self._bytes_of: dict[int, bytes] = {}
         self._whole: dict[int, str] = {}
         """Whole characters by token, as `ByteDetokenizer` has them."""
@@ -79,18 +85,32 @@ class Tokenizer:
         errors of `ChatTemplate.render`."""
         if isinstance(prompt, str):
             return self.encode(prompt, add_special_tokens=add_special_tokens)
-        text = self.chat_template.render(prompt.messages, prompt.tools, prompt.template_kwargs)
+        text = self.chat_template.render(prompt)
         return self.encode(text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the ids without special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
-    def new_detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
-        """A detokenizer for one sequence that continues this prompt. Special tokens have no text in it."""
-        if self._is_byte_level:
+    def tail(self, token_ids: Sequence[int]) -> str:
+        """The text of the last of these ids, special tokens included."""
+        return str(self._tokenizer.decode(list(token_ids[-_TAIL_TOKENS:]), skip_special_tokens=False))
+
+    def new_detokenizer(self, prompt_token_ids: Sequence[int], kept: Iterable[str] = ()) -> Detokenizer:
+        """A detokenizer for one sequence that continues this prompt. Special tokens have no text in it, except those of
+        `kept`."""
+        names = {self.special_ids[text]: text for text in kept if text in self.special_ids}
+        if self._is_byte_level and not names:
             return ByteDetokenizer(self._token_bytes, self._whole)
-        return WindowDetokenizer(self.decode, prompt_token_ids[-CONTEXT_TOKENS:], self._special_ids)
+        if self._is_byte_level:
+            texts = {token_id: text.encode() for token_id, text in names.items()}
+            return ByteDetokenizer(lambda token_id: texts.get(token_id) or self._token_bytes(token_id))
+        decode = self.decode if not names else partial(self._decode_keeping, names)
+        return WindowDetokenizer(decode, prompt_token_ids[-CONTEXT_TOKENS:], self._special_ids - names.keys())
+
+    def _decode_keeping(self, names: Mapping[int, str], token_ids: Sequence[int]) -> str:
+        runs = groupby(token_ids, key=names.get)
+        return "".join(self.decode(list(run)) if name is None else name * len(list(run)) for name, run in runs)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The text of one token by itself, in UTF-8 or a part of it; for a special token, its name."""

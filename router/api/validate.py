@@ -7,15 +7,17 @@ encoding, a trial of grammars and a fresh seed are passed in; it may run in any 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from cluster.errors import FieldViolation, NotServed, OutOfRange
 from cluster.pb import generation_pb2, worker_pb2
 from router.api.call import LONGEST_NAME, MOST_PRIORITY, ValidatedRequest
-from router.api.chat import Prompt, read_chat
-from router.api.grammar import TryGrammar, read_constraint
+from router.api.chat import EFFORTS, Chat, Prompt, read_chat
+from router.api.grammar import LONGEST_PROBLEM, TryGrammar, WrongTool, read_constraint
 from router.api.sampling import resolve_sampling
 from router.api.served_model import ServedModel
-from router.api.violations import Violations, invalid
+from router.api.violations import Violations, invalid, shortened
+from router.tool_calls.output import OutputForm
 
 MOST_STOP_STRINGS = 16
 LONGEST_STOP_STRING = 256
@@ -27,28 +29,60 @@ LONGEST_TIMEOUT_S = 24 * 3600.0
 
 Encode = Callable[[Prompt], tuple[int, ...]]
 """Token ids of a text or chat prompt; raises BatonError when the chat cannot be rendered."""
+FormOf = Callable[[Chat, tuple[int, ...]], OutputForm | None]
+"""What the outputs of a chat may hold beside text, given its ids."""
+TryForm = Callable[[OutputForm, str], str]
+"""The grammar of outputs of this form, whose answer is held to a grammar (empty: to none); empty: they are free. Raises
+ValueError for one that cannot be followed."""
+
+
+@dataclass(frozen=True)
+class ReadPrompt:
+    """A prompt that was read, and what is wrong with it; its ids are empty then."""
+
+    token_ids: tuple[int, ...]
+    form: OutputForm | None
+    wrong: Violations
+    too_long: Violations
+
+
+def read_prompt(
+    spec: generation_pb2.GenerationSpec,
+    model: ServedModel,
+    encode: Encode,
+    form_of: FormOf = lambda chat, token_ids: None,
+    *,
+    is_streaming: bool = True,
+) -> ReadPrompt:
+    """The first part of `validate`. Raises NotFound (model) or NotServed, and what `encode` raises."""
+    model.check_name("spec.model", spec.model)
+    _refuse_not_served(spec, is_streaming)
+    wrong = Violations("spec.")
+    too_long = Violations("spec.")
+    token_ids, form = _prompt(spec, model, encode, form_of, wrong, too_long)
+    return ReadPrompt(token_ids, form, wrong, too_long)
 
 
 def validate(
     spec: generation_pb2.GenerationSpec,
     model: ServedModel,
-    encode: Encode,
+    prompt: ReadPrompt | Encode,
     *,
     try_grammar: TryGrammar,
     fresh_seed: int,
     is_streaming: bool = True,
     tenant: str = "",
+    try_form: TryForm = lambda form, content: content,
 ) -> ValidatedRequest:
     """Raises NotFound (model), NotServed, InvalidRequest or OutOfRange (longer than the context), in this order.
 
     `is_streaming`: it is a GenerateStream, whose answer has fields that Generate's has not.
-    `tenant`: the owner of the request; empty where there are no tenants.
+    `tenant`: the owner of the request; empty where there are no tenants. `prompt`: read before, or how it
+    is encoded.
     """
-    model.check_name("spec.model", spec.model)
-    _refuse_not_served(spec, is_streaming)
-    wrong = Violations("spec.")
-    too_long = Violations("spec.")
-    token_ids = _prompt(spec, model, encode, wrong, too_long)
+    if not isinstance(prompt, ReadPrompt):
+        prompt = read_prompt(spec, model, prompt, is_streaming=is_streaming)
+    token_ids, form, wrong, too_long = prompt.token_ids, prompt.form, prompt.wrong, prompt.too_long
     params = resolve_sampling(
         spec.sampling,
         model.defaults,
@@ -60,6 +94,9 @@ def validate(
     sampling = worker_pb2.Sampling(params=params)
     _stopping(spec.stopping, model, len(token_ids), sampling, wrong, too_long)
     _constrain(spec, model, try_grammar, sampling, wrong)
+    if form is not None:
+        _constrain_form(spec, form, model, try_form, sampling, wrong)
+    _reasoning(spec, wrong)
     _output(spec.output, sampling, len(token_ids), wrong)
     queue_timeout_s = _queue_timeout(spec.scheduling, wrong)
     wrong.number("scheduling.priority", spec.scheduling.priority, -MOST_PRIORITY, MOST_PRIORITY)
@@ -86,6 +123,8 @@ def validate(
         prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
         client_request_id=spec.request_id,
         session_id=spec.scheduling.session_id,
+        form=form,
+        streams_calls=is_streaming and form is not None and form.tool_format is not None and bool(sampling.grammar),
     )
 
 
@@ -110,21 +149,26 @@ def _refuse_not_served(spec: generation_pb2.GenerationSpec, is_streaming: bool) 
 
 
 def _prompt(
-    spec: generation_pb2.GenerationSpec, model: ServedModel, encode: Encode, wrong: Violations, too_long: Violations
-) -> tuple[int, ...]:
-    """The prompt's ids; empty when it is wrong, and `wrong` or `too_long` says so."""
+    spec: generation_pb2.GenerationSpec,
+    model: ServedModel,
+    encode: Encode,
+    form_of: FormOf,
+    wrong: Violations,
+    too_long: Violations,
+) -> tuple[tuple[int, ...], OutputForm | None]:
+    """The prompt's ids, and the form of its outputs; no ids when it is wrong, and `wrong` or `too_long` says so."""
     kind = spec.WhichOneof("prompt")
     if kind is None:
         wrong.add("prompt", "exactly one of text, token_ids or chat must be set (none is)")
-        return ()
+        return (), None
     num_wrong = len(wrong.found)
     prompt: Prompt = spec.text
     if kind == "chat":
-        prompt = read_chat(spec.chat, wrong, "chat")
+        prompt = read_chat(spec.chat, wrong, "chat", spec.reasoning)
     elif kind == "token_ids" and len(spec.token_ids.ids) < model.max_model_len:
         wrong.token_ids("token_ids.ids", spec.token_ids.ids, model.vocab_size)
     if len(wrong.found) > num_wrong:
-        return ()
+        return (), None
     if kind == "token_ids":
         length = len(spec.token_ids.ids)
         token_ids = tuple(spec.token_ids.ids) if length < model.max_model_len else ()
@@ -136,8 +180,8 @@ def _prompt(
     elif length >= model.max_model_len:
         most = model.max_model_len - 1
         too_long.add(kind, f"the prompt has {length} tokens, the context of {model.max_model_len} allows {most}")
-        return ()
-    return token_ids
+        return (), None
+    return token_ids, form_of(prompt, token_ids) if isinstance(prompt, Chat) else None
 
 
 def _stopping(
@@ -197,6 +241,36 @@ def _constrain(
         wrong.add("stopping.ignore_eos", f"cannot be set with {field}, whose output ends by such a token")
     if sampling.params.allowed_token_ids:
         wrong.add("sampling.allowed_token_ids", f"cannot be set with {field}, which says what is allowed")
+
+
+def _constrain_form(
+    spec: generation_pb2.GenerationSpec,
+    form: OutputForm,
+    model: ServedModel,
+    try_form: TryForm,
+    sampling: worker_pb2.Sampling,
+    wrong: Violations,
+) -> None:
+    """Makes the grammar one of thinking, calls and the answer. Where an output cannot be held to one, it is free unless
+    it must call."""
+    can_follow = model.eos_token_ids and not spec.stopping.ignore_eos and not sampling.params.allowed_token_ids
+    if not can_follow and not sampling.grammar:
+        if form.must_call:
+            why = "cannot be followed with ignore_eos, allowed_token_ids, or a model without an end-of-sequence token"
+            wrong.add("chat.tool_choice", why)
+        return
+    try:
+        sampling.grammar = try_form(form, sampling.grammar)
+    except ValueError as error:
+        field = f"chat.tools[{error.index}].function.parameters" if isinstance(error, WrongTool) else "chat.tools"
+        wrong.add(field, f"cannot be followed: {shortened(' '.join(str(error).split()), LONGEST_PROBLEM)}")
+
+
+def _reasoning(spec: generation_pb2.GenerationSpec, wrong: Violations) -> None:
+    if spec.HasField("reasoning") and not spec.HasField("chat"):
+        wrong.add("reasoning", "is for chats: what a text leads to is not known; leave it unset")
+    if spec.reasoning.effort not in ("", *EFFORTS):
+        wrong.add("reasoning.effort", f"must be one of {', '.join(EFFORTS)} (got {shortened(spec.reasoning.effort)!r})")
 
 
 def _output(

@@ -83,9 +83,27 @@ class TextChoice(Ending):
     logprobs: TextLogprobs | None
 
 
+class CalledFunction(TypedDict):
+    name: str
+    arguments: str
+    """The text of a JSON object."""
+
+
+class ToolCall(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(TypedDict):
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    """Null where there are calls and no text."""
+    refusal: None
+    annotations: list[Any]
+    reasoning_content: NotRequired[str]
+    """What the model thought before its answer."""
+    tool_calls: NotRequired[list[ToolCall]]
 
 
 class ChatChoice(Ending):
@@ -125,9 +143,25 @@ class TextChoiceChunk(ChoiceChunk):
     logprobs: TextLogprobs | None
 
 
+class FunctionDelta(TypedDict, total=False):
+    name: str
+    arguments: str
+
+
+class ToolCallPiece(TypedDict):
+    index: Count
+    id: NotRequired[str]
+    """With the first piece of a call, as are the type and the name."""
+    type: NotRequired[Literal["function"]]
+    function: FunctionDelta
+
+
 class ChatDelta(TypedDict, total=False):
     role: Literal["assistant"]
     content: str
+    refusal: None
+    reasoning_content: str
+    tool_calls: list[ToolCallPiece]
 
 
 class ChatChoiceChunk(ChoiceChunk):

@@ -28,8 +28,6 @@ IGNORED = (
     "safety_identifier",
     "prompt_cache_key",
     "prompt_cache_retention",
-    "parallel_tool_calls",
-    "reasoning_effort",
     "verbosity",
 )
 """Accepted, and without effect."""
@@ -118,7 +116,47 @@ Message = Annotated[
 ]
 """The chat template decides what else a message may have."""
 Messages = Annotated[Items[Message], _at_most(MOST_MESSAGES, "messages")]
-Tools = Annotated[Items[dict[str, Any]], _at_most(MOST_TOOLS, "tools")]
+
+
+class Function(_Body):
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """The JSON schema of its arguments."""
+    strict: bool | None = None
+
+
+class ToolBody(_Body):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(_Body):
+    name: str
+
+
+class NamedTool(_Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class SomeTools(_Body):
+    mode: Literal["auto", "required"]
+    tools: Items[NamedTool]
+
+
+class AllowedTools(_Body):
+    """Some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: SomeTools
+
+
+Tools = Annotated[Items[ToolBody], _at_most(MOST_TOOLS, "tools")]
+ToolChoice = Literal["auto", "none", "required"] | NamedTool | AllowedTools
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _AT_LEAST_ONE: dict[str, Any] = {"minItems": 1}
 
 
@@ -186,8 +224,6 @@ class _Sampling(_Body):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
-    parallel_tool_calls: Any = None
-    reasoning_effort: Any = None
     verbosity: Any = None
 
 
@@ -210,7 +246,11 @@ class ChatBody(_Sampling):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: Tools | None = None
-    tool_choice: Any = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    thinking_token_budget: int | None = Field(default=None, ge=0)
+    """Most tokens of thinking, as vLLM's clients write it."""
     response_format: ResponseFormat | None = None
     modalities: Any = None
     chat_template_kwargs: dict[str, Any] | None = None

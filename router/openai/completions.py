@@ -1,7 +1,7 @@
 """Completions and chat completions, made of what GenerationService answers: whole, or chunk by chunk. Pure.
 
     started            chat: a chunk with the role, for each choice
-    delta              a chunk with text, and the logprobs of its tokens
+    delta              a chunk with text, thinking and pieces of calls, and the logprobs of its tokens
     sequence_end       a chunk with the finish reason
     completed          with `include_usage`, a chunk without choices
 
@@ -23,12 +23,16 @@ from cluster.pb import generation_pb2 as pb
 from router.api.violations import invalid
 from router.openai.answers import (
     AnsweredToken,
+    ChatDelta,
     ChatLogprobs,
+    ChatMessage,
     ChatToken,
     Ending,
     FinishReason,
+    FunctionDelta,
     TextLogprobs,
     TokenUsage,
+    ToolCallPiece,
 )
 from router.openai.bodies import ChatBody, CompletionBody
 
@@ -38,6 +42,9 @@ _FINISH_REASONS: dict[int, FinishReason] = {
     pb.FINISH_REASON_TOOL_CALLS: "tool_calls",
     pb.FINISH_REASON_CONTENT_FILTER: "content_filter",
 }
+
+_GENERATION = "gen-"
+"""What the id of a generation begins with; that of an answer begins as clients expect."""
 
 TokenBytes = Callable[[int], bytes]
 """Returns the bytes of a token's text."""
@@ -81,7 +88,9 @@ class Form:
         return {**self.head(answers[0], kind), "choices": choices, "usage": usage}
 
     def head(self, source: pb.GenerateResponse | pb.Started, kind: str) -> dict[str, Any]:
-        return {"id": source.generation_id, "object": kind, "created": self.created, "model": source.model}
+        name = source.generation_id.removeprefix(_GENERATION)
+        answer_id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{name}"
+        return {"id": answer_id, "object": kind, "created": self.created, "model": source.model}
 
     def _choices(self, answer: pb.GenerateResponse, prompt: int) -> Iterable[dict[str, Any]]:
         """The finished choices of one prompt."""
@@ -91,7 +100,7 @@ class Form:
             text = "".join(delta.text for delta in deltas)
             logprobs = [entry for delta in deltas for entry in delta.logprobs]
             named = self.logprobs(logprobs) if self.wants_logprobs else None
-            content = {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
+            content: dict[str, Any] = {"message": message_of(text, deltas)} if self.is_chat else {"text": text}
             yield {"index": prompt * self.n + index, **content, "logprobs": named, **self.ending(ends[index])}
 
     def ending(self, end: pb.SequenceEnd) -> Ending:
@@ -188,8 +197,10 @@ class Chunks:
     def __init__(self, form: Form, resumed: StreamPosition | None = None) -> None:
         """`resumed`: what the client has already, for a stream that goes on."""
         self._form = form
+        self._generation_id = ""
+        """Of the first prompt that has begun."""
         self._head: dict[str, Any] = {}
-        """Fields of every chunk, from the first prompt's start."""
+        """Fields of every chunk, from that prompt's start."""
         self._usages: list[pb.Usage] = []
         self._choices = [] if resumed is None else resumed.choices
         self.has_usage = resumed is not None and resumed.has_usage
@@ -199,7 +210,7 @@ class Chunks:
     @property
     def event_id(self) -> str:
         """Names how far the client has come with the last chunk."""
-        return str(StreamPosition(self._head["id"], self._form.created, self._choices, self.has_usage))
+        return str(StreamPosition(self._generation_id, self._form.created, self._choices, self.has_usage))
 
     def of(self, event: pb.GenerateStreamResponse, prompt: int) -> Iterable[dict[str, Any]]:
         """The chunks for one event of a prompt's stream; for many events, none."""
@@ -209,15 +220,16 @@ class Chunks:
         match event.WhichOneof("event"):
             case "started":
                 kind = "chat.completion.chunk" if self._form.is_chat else "text_completion"
+                self._generation_id = self._generation_id or event.started.generation_id
                 self._head = self._head or self._form.head(event.started, kind)
                 for index in range(prompt * n, prompt * n + n):
                     has_begun, self._at(index).has_begun = self._at(index).has_begun, True
                     if self._form.is_chat and not has_begun:
-                        yield self._chunk(self._choice(index, role="assistant"))
+                        yield self._chunk(self._choice(index, is_first=True))
             case "delta":
                 delta = event.delta
                 self._at(prompt * n + delta.index).num_tokens = delta.first_token_index + delta.token_count
-                yield self._chunk(self._choice(prompt * n + delta.index, delta.text, delta.logprobs))
+                yield self._chunk(self._choice(prompt * n + delta.index, delta.text, delta.logprobs, delta.parts))
             case "sequence_end":
                 end, at = event.sequence_end, self._at(prompt * n + event.sequence_end.index)
                 if not at.has_ended:
@@ -241,15 +253,68 @@ class Chunks:
         return chunk | {"usage": None} if self._form.includes_usage else chunk
 
     def _choice(
-        self, index: int, text: str = "", logprobs: Sequence[pb.TokenLogprob] = (), role: str = ""
+        self,
+        index: int,
+        text: str = "",
+        logprobs: Sequence[pb.TokenLogprob] = (),
+        parts: Sequence[pb.OutputPart] = (),
+        *,
+        is_first: bool = False,
     ) -> dict[str, Any]:
         named: Any = self._form.logprobs(logprobs, self._at(index).num_characters) if logprobs else None
         if self._form.is_chat:
-            delta = {"role": role, "content": ""} if role else {"content": text} if text or logprobs else {}
+            begun: ChatDelta = {"role": "assistant", "content": "", "refusal": None}
+            delta = begun if is_first else {"content": text} if text or (logprobs and not parts) else {}
+            thought = "".join(part.reasoning for part in parts)
+            if thought:
+                delta["reasoning_content"] = thought
+            calls = [_call_piece(part.tool_call) for part in parts if part.HasField("tool_call")]
+            if calls:
+                delta["tool_calls"] = calls
             return {"index": index, "delta": delta, "logprobs": named, "finish_reason": None}
         if named is not None:
             self._at(index).num_characters += sum(map(len, named["tokens"]))
         return {"index": index, "text": text, "logprobs": named, "finish_reason": None}
+
+
+def message_of(text: str, deltas: Sequence[pb.SequenceDelta]) -> ChatMessage:
+    """The message of one finished sequence, which holds whole calls alone."""
+    parts = [part for delta in deltas for part in delta.parts]
+    calls = [call for call in joined_calls(parts) if call.is_whole]
+    message: ChatMessage = {
+        "role": "assistant",
+        "content": None if calls and not text else text,
+        "refusal": None,
+        "annotations": [],
+    }
+    thought = "".join(part.reasoning for part in parts)
+    if thought:
+        message["reasoning_content"] = thought
+    if calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in calls
+        ]
+    return message
+
+
+def joined_calls(parts: Iterable[pb.OutputPart]) -> list[pb.ToolCallDelta]:
+    """The calls of a sequence, their pieces joined."""
+    calls: dict[int, pb.ToolCallDelta] = {}
+    for part in parts:
+        if part.HasField("tool_call"):
+            piece = part.tool_call
+            call = calls.setdefault(piece.index, pb.ToolCallDelta(index=piece.index, id=piece.id, name=piece.name))
+            call.arguments += piece.arguments
+            call.is_whole = piece.is_whole
+    return list(calls.values())
+
+
+def _call_piece(piece: pb.ToolCallDelta) -> ToolCallPiece:
+    if not piece.name:
+        return {"index": piece.index, "function": {"arguments": piece.arguments}}
+    function: FunctionDelta = {"name": piece.name, "arguments": piece.arguments}
+    return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
 
 
 def _usage(usages: Sequence[pb.Usage]) -> TokenUsage:

@@ -10,18 +10,20 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from google.protobuf import json_format, struct_pb2
-
 from cluster.errors import FieldViolation, NotServed
 from cluster.pb import generation_pb2 as pb
 from router.api.violations import Violations, shown
 from router.openai.bodies import (
+    AllowedTools,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    NamedTool,
     ResponseFormat,
     StructuredOutputs,
     TokenizeBody,
+    ToolBody,
+    ToolChoice,
 )
 
 _DEEPEST = 32
@@ -67,18 +69,22 @@ def completion_specs(body: CompletionBody, request_id: str) -> list[pb.Generatio
 
 
 def chat_spec(body: ChatBody, request_id: str) -> pb.GenerationSpec:
-    choice = body.tool_choice
     _refuse(
-        tool_choice=(choice not in (None, "auto", "none"), "must be auto or none: a tool cannot be forced"),
         modalities=(body.modalities not in (None, ["text"]), "must be [text]"),
     )
     wrong = Violations()
     most = body.max_completion_tokens
     name, most = ("max_tokens", body.max_tokens) if most is None else ("max_completion_tokens", most)
     spec = _common(body, request_id, wrong, max_tokens=(name, most))
-    spec.chat.CopyFrom(_chat(body.messages, None if choice == "none" else body.tools, body.chat_template_kwargs, wrong))
+    kwargs = dict(body.chat_template_kwargs or {})
     if body.add_generation_prompt is not None:
-        spec.chat.template_kwargs.update({"add_generation_prompt": body.add_generation_prompt})
+        kwargs["add_generation_prompt"] = body.add_generation_prompt
+    spec.chat.CopyFrom(chat_of(body.messages, _plain(body.tools), kwargs, wrong))
+    choose_tools(spec.chat.tool_choice, body.tool_choice, is_parallel=body.parallel_tool_calls is not False)
+    if body.reasoning_effort is not None:
+        spec.reasoning.effort = body.reasoning_effort
+    if body.thinking_token_budget is not None:
+        _whole(spec.reasoning, "max_tokens", "thinking_token_budget", body.thinking_token_budget, _UINT32, wrong)
     if body.top_logprobs is not None and not body.logprobs:
         wrong.add("top_logprobs", "needs logprobs: true")
     if body.logprobs:
@@ -87,6 +93,21 @@ def chat_spec(body: ChatBody, request_id: str) -> pb.GenerationSpec:
         _format(spec.sampling, body.response_format, wrong)
     wrong.raise_if_any()
     return spec
+
+
+def choose_tools(wanted: pb.ToolChoice, choice: ToolChoice | None, *, is_parallel: bool) -> None:
+    """Fills in `wanted`."""
+    modes = {"none": wanted.MODE_NONE, "required": wanted.MODE_REQUIRED}
+    wanted.single = not is_parallel
+    match choice:
+        case NamedTool():
+            wanted.mode = wanted.MODE_REQUIRED
+            wanted.names.append(choice.function.name)
+        case AllowedTools():
+            wanted.mode = modes.get(choice.allowed_tools.mode, wanted.MODE_AUTO)
+            wanted.names.extend(tool.function.name for tool in choice.allowed_tools.tools)
+        case None | str():
+            wanted.mode = modes.get(choice or "auto", wanted.MODE_AUTO)
 
 
 def names_of(fields: Mapping[str, Any]) -> dict[str, str]:
@@ -108,7 +129,8 @@ def tokenize_request(body: TokenizeBody) -> pb.TokenizeRequest:
     if body.prompt is not None:
         request.text = body.prompt
     else:
-        request.chat.CopyFrom(_chat(body.messages or [], body.tools, body.chat_template_kwargs, wrong))
+        chat = chat_of(body.messages or [], _plain(body.tools), body.chat_template_kwargs or {}, wrong)
+        request.chat.CopyFrom(chat)
     wrong.raise_if_any()
     return request
 
@@ -204,35 +226,35 @@ def _bias(sampling: pb.SamplingParams, biases: Mapping[str, float], wrong: Viola
             return
 
 
-def _chat(
+def _plain(tools: Sequence[ToolBody] | None) -> list[dict[str, Any]]:
+    return [tool.model_dump(exclude_none=True) for tool in tools or ()]
+
+
+def chat_of(
     messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None,
-    template_kwargs: Mapping[str, Any] | None,
+    tools: Sequence[Mapping[str, Any]],
+    template_kwargs: Mapping[str, Any],
     wrong: Violations,
 ) -> pb.ChatInput:
-    chat, num_left = pb.ChatInput(), _MOST_VALUES
-    for field, items, given in (("messages", chat.messages, messages), ("tools", chat.tools, tools or ())):
-        for number, each in enumerate(given):
-            num_left -= _fill(items.add(), each, f"{field}[{number}]", num_left, wrong)
-    if template_kwargs:
-        _fill(chat.template_kwargs, template_kwargs, "chat_template_kwargs", num_left, wrong)
-    return chat
-
-
-def _fill(struct: struct_pb2.Struct, value: Mapping[str, Any], field: str, most: int, wrong: Violations) -> int:
-    """Returns the number of values in it, which is at most `most`; 0 for a wrong one."""
-    num_values = _num_values(value)
-    if num_values is not None and num_values > most:
-        wrong.add(field, f"a conversation holds at most {_MOST_VALUES} values, and ends here; send less")
-        return 0
-    try:
+    """The conversation, whose objects keep their order; empty where it is wrong, which is added to `wrong`."""
+    num_left = _MOST_VALUES
+    for field, given in (
+        *((f"messages[{number}]", each) for number, each in enumerate(messages)),
+        *((f"tools[{number}]", each) for number, each in enumerate(tools)),
+        ("chat_template_kwargs", template_kwargs),
+    ):
+        num_values = _num_values(given)
         if num_values is None:
-            raise json_format.ParseError
-        json_format.ParseDict(value, struct)
-    except (json_format.ParseError, OverflowError):
-        wrong.add(field, "nests too deep, or holds a number that JSON does not have")
-        return 0
-    return num_values
+            wrong.add(field, "nests too deep, or holds a number that JSON does not have")
+        elif num_values > num_left:
+            wrong.add(field, f"a conversation holds at most {_MOST_VALUES} values, and ends here; send less")
+        num_left -= min(num_left, num_values or 0)
+    found = {"messages": messages, "tools": tools, "template_kwargs": template_kwargs}
+    try:
+        return pb.ChatInput(json=json.dumps(found, ensure_ascii=False, allow_nan=False))
+    except ValueError:
+        wrong.add("messages", "nests too deep, or holds a number that JSON does not have")
+        return pb.ChatInput()
 
 
 def _num_values(value: object) -> int | None:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from cluster.pb import generation_pb2, worker_pb2
 from router.api.call import ValidatedRequest
 from router.stream.detokenizer import Detokenizer, StopMatcher
+from router.stream.parts import SequenceParts
 from router.stream.prompt_logprobs import PromptLogprobs
 
 _STOP = generation_pb2.FINISH_REASON_STOP
@@ -35,10 +36,12 @@ class SequenceOutput:
         request: ValidatedRequest,
         detokenizer: Detokenizer,
         *,
+        generation_id: str = "",
         first_wanted: int = 0,
         is_kept: bool = False,
     ) -> None:
-        """`first_wanted`: the client holds the tokens before it, and their text. `is_kept`: taken logprobs stay."""
+        """`first_wanted`: the client holds the tokens before it, and their text. `is_kept`: taken logprobs stay.
+        `generation_id`: of what the ids of its calls are made."""
         self.index = index
         self.num_tokens = 0
         """Tokens of this sequence that are here and in order."""
@@ -50,7 +53,13 @@ class SequenceOutput:
         self._request = request
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(request.stop, include_stop=request.include_stop_in_output) if request.stop else None
-        self._can_append_at_once = self._matcher is None and not request.wants_logprobs
+        self._generation_id = generation_id
+        self._parts: SequenceParts | None = None
+        """What its text holds, where that may be more than text."""
+        if request.form is not None and request.wants_text:
+            seed = f"{generation_id} {index}"
+            self._parts = SequenceParts(request.form, seed, streams_calls=request.streams_calls)
+        self._can_append_at_once = self._matcher is None and self._parts is None and not request.wants_logprobs
         self._min_tokens = request.sampling.stopping.min_output_tokens
         self._interval_tokens = request.stream_interval_tokens or 1
         self._early: dict[int, worker_pb2.Tokens] = {}
@@ -65,6 +74,10 @@ class SequenceOutput:
     def num_pending(self) -> int:
         """Tokens that the client has not taken yet."""
         return max(0, self.num_tokens - self._num_taken)
+
+    @property
+    def num_thinking_tokens(self) -> int:
+        return 0 if self._parts is None else self._parts.num_thinking_tokens
 
     @property
     def is_due(self) -> bool:
@@ -93,12 +106,14 @@ class SequenceOutput:
         text = texts[0] if len(texts) == 1 else "".join(texts)
         num_pending = self.num_tokens - first
         if num_pending <= 0:
-            if not text:
+            if not text and (self._parts is None or self._parts.is_empty):
                 return None
             num_pending = 0
         message = generation_pb2.GenerateStreamResponse()
         delta = message.delta  # filled in its place: a message that is put into another one is copied
         delta.index, delta.first_token_index, delta.token_count, delta.text = self.index, first, num_pending, text
+        if self._parts is not None:
+            self._parts.take(delta)
         self._num_taken = first + num_pending
         self._texts = []
         if self._token_ids:
@@ -133,7 +148,14 @@ class SequenceOutput:
 
         Text that only the end releases belongs to the last token.
         """
-        fresh = SequenceOutput(self.index, self._request, detokenizer, first_wanted=first_wanted, is_kept=True)
+        fresh = SequenceOutput(
+            self.index,
+            self._request,
+            detokenizer,
+            generation_id=self._generation_id,
+            first_wanted=first_wanted,
+            is_kept=True,
+        )
         fresh.add(self.known())
         fresh._early, fresh.last_token_at = self._early, self.last_token_at
         return fresh
@@ -191,35 +213,46 @@ class SequenceOutput:
 
         The client holds the text of the first `num_held` already.
         """
-        if self._matcher is None:
+        if self._matcher is None and self._parts is None:
             if self._request.wants_text:
                 if num_held:
                     self._detokenizer.push(token_ids[:num_held])
                 self._texts.append(self._detokenizer.push(token_ids[num_held:]))
             return len(token_ids), None
         for count, token_id in enumerate(token_ids, start=1):
-            piece = self._detokenizer.push((token_id,))
-            fed = self._matcher.feed(piece, can_stop=self.num_tokens + count >= self._min_tokens)
-            if count > num_held:
-                self._add_text(fed.text)
-            if fed.stop is not None:
-                return count, fed.stop
+            text, stop = self._detokenizer.push((token_id,)), None
+            if self._matcher is not None:
+                fed = self._matcher.feed(text, can_stop=self.num_tokens + count >= self._min_tokens)
+                text, stop = fed.text, fed.stop
+            self._add_text(text, 1, is_held=count <= num_held)
+            if stop is not None:
+                self._end_parts(is_held=count <= num_held)
+                return count, stop
         return len(token_ids), None
 
     def _finish(self, reason: generation_pb2.FinishReason, *, is_held: bool = False) -> None:
         """`is_held`: the client has the last token, and with it the text that was held back."""
-        if not is_held:
-            if self._matcher is not None:
-                self._add_text(self._matcher.flush())
-            self._add_text(self._detokenizer.flush())
+        if self._matcher is not None:
+            self._add_text(self._matcher.flush(), is_held=is_held)
+        self._add_text(self._detokenizer.flush(), is_held=is_held)
+        self._end_parts(is_held=is_held)
         self.end = self._make_end(reason)
 
     def _make_end(self, reason: generation_pb2.FinishReason) -> generation_pb2.SequenceEnd:
+        if reason == _STOP and self._parts is not None and self._parts.num_calls:
+            reason = generation_pb2.FINISH_REASON_TOOL_CALLS
         return generation_pb2.SequenceEnd(index=self.index, finish_reason=reason, token_count=self.num_tokens)
 
-    def _add_text(self, text: str) -> None:
-        if text and self._request.wants_text:
+    def _add_text(self, text: str, num_tokens: int = 0, *, is_held: bool = False) -> None:
+        """`is_held`: the client has it."""
+        if self._parts is not None:
+            self._parts.feed(text, num_tokens, is_held=is_held)
+        elif text and not is_held and self._request.wants_text:
             self._texts.append(text)
+
+    def _end_parts(self, *, is_held: bool) -> None:
+        if self._parts is not None:
+            self._parts.end(is_held=is_held)
 
 
 class Unsent(NamedTuple):

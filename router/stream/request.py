@@ -123,7 +123,12 @@ class LiveRequest:
         self.may_resume = may_resume
         sequences = [
             SequenceOutput(
-                index, request, detokenizer, first_wanted=first_wanted[index] if first_wanted else 0, is_kept=may_resume
+                index,
+                request,
+                detokenizer,
+                generation_id=generation_id,
+                first_wanted=first_wanted[index] if first_wanted else 0,
+                is_kept=may_resume,
             )
             for index, detokenizer in enumerate(detokenizers)
         ]
@@ -230,6 +235,7 @@ class LiveRequest:
             prompt_tokens=len(self.request.prompt_token_ids),
             completion_tokens=self.num_tokens,
             cached_tokens=self.num_cached_tokens,
+            reasoning_tokens=sum(sequence.num_thinking_tokens for sequence in self.sequences),
         )
 
     def on_phase(self, event: worker_pb2.PhaseChanged, now: float) -> None:

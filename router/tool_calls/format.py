@@ -20,11 +20,14 @@ class Tool:
     """The JSON schema of its arguments, an object."""
     is_strict: bool = False
     """Its schema is to be followed whole; else keywords that grammars do not have are passed over."""
+    index: int = 0
+    """Its place among the request's tools."""
 
     def schema(self) -> dict[str, Any]:
-        """The schema as grammars take it."""
-        schema = {"type": "object", **self.parameters}
-        return schema if self.is_strict else {**schema, "x-guidance": {"lenient": True}}
+        """The schema as grammars take it: JSON is written as templates write it, with one space behind colons and
+        commas."""
+        options = {"whitespace_flexible": False, "lenient": not self.is_strict}
+        return {"type": "object", **self.parameters, "x-guidance": options}
 
 
 class ToolFormat(ABC):

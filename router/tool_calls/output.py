@@ -77,10 +77,9 @@ class OutputForm:
         after_text = [f"{lark.text_up_to(begin)} {rest}" for begin in form.begins]
         return lark.rule("answer", " | ".join([lark.text_without(*form.begins), *after_text]))
 
-    def parser(self, *, is_constrained: bool, is_streaming: bool) -> OutputParser:
-        """A parser for one output."""
-        reader = OutputReader(streams_calls=is_constrained and is_streaming)
-        return OutputParser(reader, self)
+    def parser(self, *, streams_calls: bool) -> OutputParser:
+        """A parser for one output. `streams_calls` as in OutputReader."""
+        return OutputParser(OutputReader(streams_calls=streams_calls), self)
 
 
 class OutputParser:
@@ -89,10 +88,14 @@ class OutputParser:
     def __init__(self, reader: OutputReader, form: OutputForm) -> None:
         self._reader = reader
         self._form = form
-        self.is_thinking = form.is_thinking
-        """Whether what comes next is thinking, as far as is known."""
+        reader.is_thinking = form.is_thinking
         self._reading: Reading[None] | None = self._read()
         next(self._reading, None)
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether the text that came last is within thinking."""
+        return self._reader.is_thinking
 
     def feed(self, text: str) -> list[Part]:
         """The parts that are known with this text and were not before."""
@@ -118,8 +121,7 @@ class OutputParser:
     def _read(self) -> Reading[None]:
         form, reader = self._form, self._reader
         if form.thinking is not None:
-            yield from form.thinking.read(reader, is_thinking=form.is_thinking)
-            self.is_thinking = False
+            yield from form.thinking.read(reader)
         while form.tool_format is not None:
             try:
                 yield from form.tool_format.read(reader, form.tools)

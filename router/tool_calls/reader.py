@@ -1,7 +1,7 @@
 """The text of one output as it comes, read by a format: text, thinking and calls of tools, in order.
 
-A format is a generator that takes text with the methods of `OutputReader` and waits in them for more. What has been told
-after any prefix of the text depends on that prefix alone, so it does not matter how the text is cut. Pure.
+A format is a generator that takes text with the methods of `OutputReader` and waits in them for more. What has been
+told after any prefix of the text depends on that prefix alone, so it does not matter how the text is cut. Pure.
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ class OutputReader:
         """`streams_calls`: tell a call piece by piece, as the output is constrained to be one; else when it is whole,
         and as text if it never is."""
         self.streams_calls = streams_calls
+        self.is_thinking = False
+        """Whether what comes next is thinking, as far as is known."""
         self.parts: list[Part] = []
         """What was read and not yet taken by the caller."""
         self._text = ""

@@ -20,16 +20,17 @@ class Thinking:
     def marks(self) -> tuple[str, str]:
         return self.begin, self.end
 
-    def read(self, reader: OutputReader, *, is_thinking: bool) -> Reading[None]:
-        """Tells the thinking, if the output begins with it, and returns at the begin of the answer. `is_thinking`: the
-        prompt has the first mark already; models that write it again are taken at their word."""
+    def read(self, reader: OutputReader) -> Reading[None]:
+        """Tells the thinking, if the output begins with it or goes on with the prompt's, and returns where the answer
+        begins. A model may write the first mark again after the prompt's."""
         yield from reader.take_blanks()
         if (yield from reader.starts_with(self.begin)):
             yield from reader.take(self.begin)
-            is_thinking = True
-        if is_thinking:
+            reader.is_thinking = True
+        if reader.is_thinking:
             yield from reader.take_blanks()
             yield from reader.read_reasoning(self.end)
+            reader.is_thinking = False
             yield from reader.take_blanks()
 
     def grammar(self, lark: Lark, answer: str | None, *, is_thinking: bool, most_tokens: int | None) -> str:

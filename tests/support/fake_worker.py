@@ -172,13 +172,15 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
                 return command
 
 
-def prefill_script(outputs: Outputs, num_cached_tokens: int = 0) -> Callable[[FakeWorker, worker_pb2.Admit], None]:
-    """Prefills at once: phases, and the first token of each sequence."""
+def prefill_script(
+    outputs: Outputs, num_cached_tokens: int = 0, end: int = LENGTH
+) -> Callable[[FakeWorker, worker_pb2.Admit], None]:
+    """Prefills at once: phases, and the first token of each sequence. `end`: why sequences end."""
 
     def answer(worker: FakeWorker, admit: worker_pb2.Admit) -> None:
         sequences = outputs(admit)
         firsts = [
-            tokens(admit.key, 0, sequence[:1], sequence_index=index, finish_reason=LENGTH if len(sequence) == 1 else 0)
+            tokens(admit.key, 0, sequence[:1], sequence_index=index, finish_reason=end if len(sequence) == 1 else 0)
             for index, sequence in enumerate(sequences)
         ]
         end = [phase(admit.key, TRANSFER)] if any(len(sequence) > 1 for sequence in sequences) else []
@@ -187,8 +189,8 @@ def prefill_script(outputs: Outputs, num_cached_tokens: int = 0) -> Callable[[Fa
     return answer
 
 
-def decode_script(outputs: Outputs) -> Callable[[FakeWorker, worker_pb2.Admit], None]:
-    """Decodes at once, one token of each sequence in a batch, and ends each by its length."""
+def decode_script(outputs: Outputs, end: int = LENGTH) -> Callable[[FakeWorker, worker_pb2.Admit], None]:
+    """Decodes at once, one token of each sequence in a batch. `end`: why sequences end."""
 
     def answer(worker: FakeWorker, admit: worker_pb2.Admit) -> None:
         sequences = outputs(admit)
@@ -203,7 +205,7 @@ def decode_script(outputs: Outputs) -> Callable[[FakeWorker, worker_pb2.Admit], 
                         position,
                         [sequence[position]],
                         sequence_index=index,
-                        finish_reason=LENGTH if position == len(sequence) - 1 else 0,
+                        finish_reason=end if position == len(sequence) - 1 else 0,
                     )
                     for index, sequence in enumerate(sequences)
                     if position < len(sequence)
@@ -213,9 +215,9 @@ def decode_script(outputs: Outputs) -> Callable[[FakeWorker, worker_pb2.Admit], 
     return answer
 
 
-def pair(outputs: Outputs | None = None) -> tuple[FakeWorker, FakeWorker]:
-    """A prefill and a decode worker; with `outputs` they answer by themselves."""
+def pair(outputs: Outputs | None = None, end: int = LENGTH) -> tuple[FakeWorker, FakeWorker]:
+    """A prefill and a decode worker; with `outputs` they answer by themselves. `end`: why sequences end."""
     return (
-        FakeWorker("prefill-0", worker_pb2.ROLE_PREFILL, prefill_script(outputs) if outputs else None),
-        FakeWorker("decode-0", worker_pb2.ROLE_DECODE, decode_script(outputs) if outputs else None),
+        FakeWorker("prefill-0", worker_pb2.ROLE_PREFILL, prefill_script(outputs, end=end) if outputs else None),
+        FakeWorker("decode-0", worker_pb2.ROLE_DECODE, decode_script(outputs, end) if outputs else None),
     )

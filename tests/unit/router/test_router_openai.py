@@ -28,7 +28,7 @@ async def test_a_completion_is_what_the_same_request_over_grpc_is(tmp_path: Path
         answer = await client.completions.create(model="model", prompt="hello", max_tokens=6, temperature=0, seed=-5)
     choice = answer.choices[0]
     assert (choice.text, choice.finish_reason, choice.index, choice.logprobs) == ("world!", "length", 0, None)
-    assert answer.object == "text_completion" and answer.model == "model" and answer.id.startswith("gen-")
+    assert answer.object == "text_completion" and answer.model == "model" and answer.id.startswith("cmpl-")
     usage = answer.usage
     assert usage is not None
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (5, 6, 11)

@@ -1,0 +1,59 @@
+"""What the outputs of a chat may hold beside text: by its tools, the model's way of calling them, and its thinking."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from cluster.pb import generation_pb2 as pb
+from router.api.chat import Chat
+from router.api.tokenizer import Tokenizer
+from router.tool_calls.format import Tool
+from router.tool_calls.output import OutputForm
+from router.tool_calls.registry import TOOL_FORMATS, thinking_of, tool_format_of
+
+
+class ChatForms:
+    """How the served model writes calls and thinking."""
+
+    def __init__(self, tokenizer: Tokenizer, tool_format: str = "auto") -> None:
+        """`tool_format`: the name of a format; auto: as the chat template has it."""
+        self._tokenizer = tokenizer
+        template = tokenizer.chat_template.source
+        named = {each.name: each for each in TOOL_FORMATS}
+        self.tool_format = tool_format_of(template) if tool_format == "auto" else named[tool_format]
+        self.thinking = thinking_of(template)
+
+    @property
+    def special_ids(self) -> Mapping[str, int]:
+        return self._tokenizer.special_ids
+
+    def form_of(self, chat: Chat, prompt_token_ids: Sequence[int]) -> OutputForm | None:
+        """The form of the outputs; None: they are text."""
+        choice, thinking, is_thinking = chat.choice, self.thinking, False
+        if thinking is not None:
+            end = self._tokenizer.tail(prompt_token_ids).rstrip()
+            is_thinking = end.endswith(thinking.begin)
+            if end.endswith(thinking.end):
+                thinking = None  # the template has ended it before it began
+        tools = {}
+        if self.tool_format is not None and choice.mode != pb.ToolChoice.MODE_NONE:
+            given = (_tool(index, each) for index, each in enumerate(chat.tools))
+            tools = {tool.name: tool for tool in given if tool.name in choice.names or not choice.names}
+        if thinking is None and not tools:
+            return None
+        return OutputForm(
+            tools,
+            self.tool_format if tools else None,
+            must_call=choice.mode == pb.ToolChoice.MODE_REQUIRED,
+            is_single=choice.single or (choice.mode == pb.ToolChoice.MODE_REQUIRED and len(choice.names) == 1),
+            thinking=thinking,
+            is_thinking=is_thinking,
+            most_thinking_tokens=chat.reasoning.max_tokens if chat.reasoning.HasField("max_tokens") else None,
+        )
+
+
+def _tool(index: int, found: Mapping[str, Mapping[str, object]]) -> Tool:
+    function = found["function"]
+    parameters = function.get("parameters") or {}
+    assert isinstance(parameters, Mapping)
+    return Tool(str(function["name"]), parameters, is_strict=function.get("strict") is True, index=index)
