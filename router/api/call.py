@@ -10,13 +10,12 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from cluster.api_keys import ApiKey, KeyQuota
 from cluster.auth import Metadata
 from cluster.errors import Overloaded
-from cluster.pb import worker_pb2
-from router.tool_calls.output import OutputForm
+from cluster.pb import generation_pb2, worker_pb2
 
 T = TypeVar("T")
 
@@ -87,6 +86,31 @@ class Call:
     """Sends a message of a streaming method; returns when the next one may follow."""
 
 
+class OutputParts(Protocol):
+    """The text of a sequence that may hold thinking and calls of tools (`router.tool_calls.parts`)."""
+
+    num_calls: int
+    """Calls that are whole."""
+    num_thinking_tokens: int
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing was read since the last `take`."""
+        ...
+
+    def feed(self, text: str, num_tokens: int, *, is_held: bool = False) -> None:
+        """Reads the text of so many tokens. `is_held`: the client has it already."""
+        ...
+
+    def end(self, *, is_held: bool = False) -> None:
+        """The text has ended."""
+        ...
+
+    def take(self, delta: generation_pb2.SequenceDelta) -> None:
+        """Puts what was read into `delta`."""
+        ...
+
+
 @dataclass(frozen=True)
 class ValidatedRequest:
     """A request with every default filled in; `sampling` is never changed."""
@@ -113,7 +137,7 @@ class ValidatedRequest:
     client_request_id: str
     session_id: str = ""
     """Empty: it belongs to no session."""
-    form: OutputForm | None = None
-    """What its outputs may hold beside text; None: they are text."""
-    streams_calls: bool = False
-    """Calls of tools are told piece by piece; else when they are whole."""
+    new_parts: Callable[[str], OutputParts] | None = None
+    """Makes what reads the text of one sequence, with a name of its own for the ids of its calls; None: it is text."""
+    marks: frozenset[str] = frozenset()
+    """Texts that its outputs keep where they are special tokens."""

@@ -294,9 +294,8 @@ class GenerationService:
 
     def _new_detokenizers(self, request: ValidatedRequest) -> list[Detokenizer]:
         """One for each sequence."""
-        kept = () if request.form is None else request.form.marks
         n = request.sampling.params.n
-        return [self._tokenizer.new_detokenizer(request.prompt_token_ids, kept) for _ in range(n)]
+        return [self._tokenizer.new_detokenizer(request.prompt_token_ids, request.marks) for _ in range(n)]
 
     async def _try_grammars(
         self, params: pb.SamplingParams, form: OutputForm | None, principal: Principal

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from cluster.errors import FieldViolation, NotServed, OutOfRange
 from cluster.pb import generation_pb2, worker_pb2
@@ -18,6 +19,7 @@ from router.api.sampling import resolve_sampling
 from router.api.served_model import ServedModel
 from router.api.violations import Violations, invalid, shortened
 from router.tool_calls.output import OutputForm
+from router.tool_calls.parts import SequenceParts
 
 MOST_STOP_STRINGS = 16
 LONGEST_STOP_STRING = 256
@@ -123,8 +125,8 @@ def validate(
         prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
         client_request_id=spec.request_id,
         session_id=spec.scheduling.session_id,
-        form=form,
-        streams_calls=is_streaming and form is not None and form.tool_format is not None and bool(sampling.grammar),
+        new_parts=form and partial(SequenceParts, form, streams_calls=is_streaming and bool(sampling.grammar)),
+        marks=form.marks if form is not None else frozenset(),
     )
 
 

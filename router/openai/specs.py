@@ -7,6 +7,7 @@ Refuses what the API has and Baton does not, by the name that the client used; e
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -249,24 +250,26 @@ def chat_of(
         elif num_values > num_left:
             wrong.add(field, f"a conversation holds at most {_MOST_VALUES} values, and ends here; send less")
         num_left -= min(num_left, num_values or 0)
-    found = {"messages": messages, "tools": tools, "template_kwargs": template_kwargs}
-    try:
-        return pb.ChatInput(json=json.dumps(found, ensure_ascii=False, allow_nan=False))
-    except ValueError:
-        wrong.add("messages", "nests too deep, or holds a number that JSON does not have")
+    if wrong.found:
         return pb.ChatInput()
+    found = {"messages": messages, "tools": tools, "template_kwargs": template_kwargs}
+    return pb.ChatInput(json=json.dumps(found, ensure_ascii=False))
 
 
 def _num_values(value: object) -> int | None:
     """Returns how many values a JSON value holds, itself included; more than _MOST_VALUES are not counted to their end.
-    None: they nest too deep."""
+    None: they nest too deep, or a number is none of JSON's or as long as no float."""
     level, total = [value], 1
     for _ in range(_DEEPEST):
         inside = [each for each in level if isinstance(each, dict | list)]
         total += sum(map(len, inside))
-        if not inside or total > _MOST_VALUES:
+        if total > _MOST_VALUES:
             return total
         level = [each for one in inside for each in (one.values() if isinstance(one, dict) else one)]
+        if any(isinstance(each, int | float) and not abs(each) <= sys.float_info.max for each in level):
+            return None
+        if not level:
+            return total
     return None if any(isinstance(each, dict | list) for each in level) else total
 
 

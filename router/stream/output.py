@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Generator, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from cluster.pb import generation_pb2, worker_pb2
-from router.api.call import ValidatedRequest
-from router.stream.detokenizer import Detokenizer, StopMatcher
-from router.stream.parts import SequenceParts
+from router.api.call import OutputParts, ValidatedRequest
+from router.stream.detokenizer import Detokenizer, Fed, StopMatcher
 from router.stream.prompt_logprobs import PromptLogprobs
 
 _STOP = generation_pb2.FINISH_REASON_STOP
@@ -40,8 +40,7 @@ class SequenceOutput:
         first_wanted: int = 0,
         is_kept: bool = False,
     ) -> None:
-        """`first_wanted`: the client holds the tokens before it, and their text. `is_kept`: taken logprobs stay.
-        `generation_id`: of what the ids of its calls are made."""
+        """`first_wanted`: the client holds the tokens before it, and their text. `is_kept`: taken logprobs stay."""
         self.index = index
         self.num_tokens = 0
         """Tokens of this sequence that are here and in order."""
@@ -54,11 +53,8 @@ class SequenceOutput:
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(request.stop, include_stop=request.include_stop_in_output) if request.stop else None
         self._generation_id = generation_id
-        self._parts: SequenceParts | None = None
-        """What its text holds, where that may be more than text."""
-        if request.form is not None and request.wants_text:
-            seed = f"{generation_id} {index}"
-            self._parts = SequenceParts(request.form, seed, streams_calls=request.streams_calls)
+        new_parts = request.new_parts if request.wants_text else None
+        self._parts: OutputParts | None = new_parts and new_parts(f"{generation_id} {index}")
         self._can_append_at_once = self._matcher is None and self._parts is None and not request.wants_logprobs
         self._min_tokens = request.sampling.stopping.min_output_tokens
         self._interval_tokens = request.stream_interval_tokens or 1
@@ -148,14 +144,8 @@ class SequenceOutput:
 
         Text that only the end releases belongs to the last token.
         """
-        fresh = SequenceOutput(
-            self.index,
-            self._request,
-            detokenizer,
-            generation_id=self._generation_id,
-            first_wanted=first_wanted,
-            is_kept=True,
-        )
+        keeping = partial(SequenceOutput, generation_id=self._generation_id, is_kept=True)
+        fresh = keeping(self.index, self._request, detokenizer, first_wanted=first_wanted)
         fresh.add(self.known())
         fresh._early, fresh.last_token_at = self._early, self.last_token_at
         return fresh
@@ -189,7 +179,7 @@ class SequenceOutput:
             if self._kept_logprobs is not None:
                 self._kept_logprobs.extend(logprobs)
         if stop is not None:
-            self.end = self._make_end(_STOP)
+            self.end = self._make_end(_STOP, is_held=num_kept <= num_held)
             self.end.stop_string = stop
             return not is_last
         if is_last:
@@ -220,14 +210,11 @@ class SequenceOutput:
                 self._texts.append(self._detokenizer.push(token_ids[num_held:]))
             return len(token_ids), None
         for count, token_id in enumerate(token_ids, start=1):
-            text, stop = self._detokenizer.push((token_id,)), None
-            if self._matcher is not None:
-                fed = self._matcher.feed(text, can_stop=self.num_tokens + count >= self._min_tokens)
-                text, stop = fed.text, fed.stop
-            self._add_text(text, 1, is_held=count <= num_held)
-            if stop is not None:
-                self._end_parts(is_held=count <= num_held)
-                return count, stop
+            piece, can_stop = self._detokenizer.push((token_id,)), self.num_tokens + count >= self._min_tokens
+            fed = Fed(piece) if self._matcher is None else self._matcher.feed(piece, can_stop=can_stop)
+            self._add_text(fed.text, 1, is_held=count <= num_held)
+            if fed.stop is not None:
+                return count, fed.stop
         return len(token_ids), None
 
     def _finish(self, reason: generation_pb2.FinishReason, *, is_held: bool = False) -> None:
@@ -235,24 +222,20 @@ class SequenceOutput:
         if self._matcher is not None:
             self._add_text(self._matcher.flush(), is_held=is_held)
         self._add_text(self._detokenizer.flush(), is_held=is_held)
-        self._end_parts(is_held=is_held)
-        self.end = self._make_end(reason)
+        self.end = self._make_end(reason, is_held=is_held)
 
-    def _make_end(self, reason: generation_pb2.FinishReason) -> generation_pb2.SequenceEnd:
-        if reason == _STOP and self._parts is not None and self._parts.num_calls:
-            reason = generation_pb2.FINISH_REASON_TOOL_CALLS
+    def _make_end(self, reason: generation_pb2.FinishReason, *, is_held: bool) -> generation_pb2.SequenceEnd:
+        if self._parts is not None:
+            self._parts.end(is_held=is_held)
+            if reason == _STOP and self._parts.num_calls:
+                reason = generation_pb2.FINISH_REASON_TOOL_CALLS
         return generation_pb2.SequenceEnd(index=self.index, finish_reason=reason, token_count=self.num_tokens)
 
     def _add_text(self, text: str, num_tokens: int = 0, *, is_held: bool = False) -> None:
-        """`is_held`: the client has it."""
         if self._parts is not None:
             self._parts.feed(text, num_tokens, is_held=is_held)
         elif text and not is_held and self._request.wants_text:
             self._texts.append(text)
-
-    def _end_parts(self, *, is_held: bool) -> None:
-        if self._parts is not None:
-            self._parts.end(is_held=is_held)
 
 
 class Unsent(NamedTuple):

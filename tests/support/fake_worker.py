@@ -183,8 +183,8 @@ def prefill_script(
             tokens(admit.key, 0, sequence[:1], sequence_index=index, finish_reason=end if len(sequence) == 1 else 0)
             for index, sequence in enumerate(sequences)
         ]
-        end = [phase(admit.key, TRANSFER)] if any(len(sequence) > 1 for sequence in sequences) else []
-        worker.emit(phase(admit.key, PREFILL, num_cached_tokens), *firsts, *end)
+        rest = [phase(admit.key, TRANSFER)] if any(len(sequence) > 1 for sequence in sequences) else []
+        worker.emit(phase(admit.key, PREFILL, num_cached_tokens), *firsts, *rest)
 
     return answer
 

@@ -102,7 +102,7 @@ def template(source: str, **special: str) -> ChatTemplate:
 def test_a_template_file_wins_over_the_tokenizers_config(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("from the file")
     chosen = ChatTemplate.from_folder(tmp_path, {"chat_template": "from the config"})
-    assert chosen.render(USER, [], {}) == "from the file"
+    assert chosen.render(Chat(USER, [], {})) == "from the file"
 
 
 def test_a_template_sees_what_hugging_face_gives_it() -> None:
@@ -111,20 +111,20 @@ def test_a_template_sees_what_hugging_face_gives_it() -> None:
         "{% generation %}{{ m | tojson }}{% endgeneration %}{% endfor %}"
         "{{ tools }}{% if add_generation_prompt %}>{% endif %}{{ style }}"
     )
-    rendered = template(source, bos_token="<s>").render([*USER, *USER], [], {"style": "é"})
+    rendered = template(source, bos_token="<s>").render(Chat([*USER, *USER], [], {"style": "é"}))
     assert rendered == '<s>{"role": "user", "content": "hi"}None>é'
-    assert template(source).render(USER, [], {"add_generation_prompt": False}).endswith("None")
+    assert template(source).render(Chat(USER, [], {"add_generation_prompt": False})).endswith("None")
 
 
 def test_tools_choose_their_own_template() -> None:
     chosen = ChatTemplate({"default": "plain", "tool_use": "{{ tools | length }} tools"}, {})
-    assert chosen.render(USER, [{"name": "f"}], {}) == "1 tools"
-    assert chosen.render(USER, [], {}) == "plain"
+    assert chosen.render(Chat(USER, [{"name": "f"}], {})) == "1 tools"
+    assert chosen.render(Chat(USER, [], {})) == "plain"
 
 
 def test_a_special_token_may_be_written_as_an_object(tmp_path: Path) -> None:
     config: dict[str, Any] = {"bos_token": {"content": "<s>"}, "pad_token": None, "chat_template": "{{ bos_token }}"}
-    assert ChatTemplate.from_folder(tmp_path, config).render(USER, [], {}) == "<s>"
+    assert ChatTemplate.from_folder(tmp_path, config).render(Chat(USER, [], {})) == "<s>"
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_special_token_may_be_written_as_an_object(tmp_path: Path) -> None:
 )
 def test_a_template_that_fails_or_reaches_out_is_the_requests_error(source: str) -> None:
     with pytest.raises(InvalidRequest) as refusal:
-        template(source).render(USER, [], {})
+        template(source).render(Chat(USER, [], {}))
     assert refusal.value.violations[0].field == "spec.chat"
 
 

@@ -38,7 +38,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": []}, "messages", "messages: must hold at least one message"),
     ({"messages": [{"content": "a"}]}, "messages[0].role", "messages[0].role: must be a string such as `user`"),
     ({"messages": "hello"}, "messages", "messages: should be a valid list"),
-    ({"tool_choice": "required"}, "tool_choice", "tool_choice is not served: must be auto or none"),
+    ({"tool_choice": "required"}, "tool_choice", "tool_choice: asks for a call, and there are no tools"),
     ({"structured_outputs": {}}, "structured_outputs", "structured_outputs: exactly one of json, regex"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "structured_outputs: exactly one"),
     (
@@ -57,7 +57,11 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens: must be at least 1 (got 0)"),
     ({"max_tokens": 2, "min_tokens": 3}, "min_tokens", "min_tokens: must be at most max_tokens, 2 (got 3)"),
     ({"messages": [{"role": "user", "content": "a", "deep": _DEEP}]}, "messages[0]", "messages[0]: nests too deep"),
-    ({"tools": [{"deep": _DEEP}]}, "tools[0]", "tools[0]: nests too deep"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"deep": _DEEP}}}]},
+        "tools[0]",
+        "tools[0]: nests too deep",
+    ),
 ]
 
 
@@ -79,7 +83,7 @@ async def test_what_nests_is_taken_up_to_a_depth(tmp_path: Path, around: str, wi
         for depth, status in ((31, 200), (32, 400), (45, 400), (99, 400)):
             value = nested(depth, around, within)
             messages = [{"role": "user", "content": "a", "deep": value}]
-            for fields in ({"messages": messages}, {"tools": [{"a": value}]}, {"chat_template_kwargs": {"a": value}}):
+            for fields in ({"messages": messages}, {"chat_template_kwargs": {"a": value}}):
                 answer = await http.post("/v1/chat/completions", json=chat() | fields)
                 assert answer.status_code == status, (depth, fields.keys(), answer.text)
 
