@@ -125,7 +125,7 @@ def validate(
         prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
         client_request_id=spec.request_id,
         session_id=spec.scheduling.session_id,
-        new_parts=form and partial(SequenceParts, form, streams_calls=is_streaming and bool(sampling.grammar)),
+        new_parts=partial(SequenceParts, form, streams_calls=is_streaming and bool(sampling.grammar)) if form else None,
         marks=form.marks if form is not None else frozenset(),
     )
 
