@@ -117,6 +117,7 @@ class RouterServer:
             self._executor,
             lambda: self.dispatcher.fleet.weights_revision,
             self.dispatcher.waiting,
+            self.generation.forms,
         )
         self._http = self._new_http()
         self._health = HealthService(_HEALTH_NAMES)

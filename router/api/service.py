@@ -75,7 +75,7 @@ class GenerationService:
             limits,
             compile_s_per_min=of_router.grammar_s_per_min,
         )
-        self._forms = ChatForms(tokenizer, settings.model.tool_format)
+        self.forms = ChatForms(tokenizer, settings.model.tool_format)
         self._dispatcher = dispatcher
         self._executor = executor
         self._rate = rate
@@ -306,7 +306,7 @@ class GenerationService:
             content = await self._tried(self._grammars.compile(*constraint, principal))
         whole = content
         if form is not None and content.problem is None:
-            ids = self._forms.special_ids
+            ids = self.forms.special_ids
             whole = await self._tried(self._grammars.compile_form(form, ids, content.grammar, principal))
         return lambda kind, text: content.outcome(), lambda form, text: whole.outcome()
 
@@ -324,7 +324,7 @@ class GenerationService:
             spec,
             self._model,
             lambda prompt: self._tokenizer.encode_prompt(prompt).token_ids,
-            self._forms.form_of,
+            self.forms.form_of,
             is_streaming=is_streaming,
         )
 

@@ -49,6 +49,19 @@ class TokenUsage(TypedDict):
     completion_tokens_details: ReasoningTokens
 
 
+class TimingAnswer(TypedDict):
+    """Why a request ran where it did, and how long its phases took; of several prompts, the first one's."""
+
+    placement: str
+    migrations: Count
+    """How often another worker had to take it over."""
+    queue_ms: float
+    prefill_ms: float
+    kv_transfer_ms: float
+    time_to_first_token_ms: float
+    decode_ms: float
+
+
 class AnsweredToken(TypedDict):
     token: str
     logprob: float
@@ -123,6 +136,7 @@ class TextCompletion(AnswerHead):
     object: Literal["text_completion"]
     choices: list[TextChoice]
     usage: TokenUsage
+    timing: NotRequired[TimingAnswer]
 
 
 @closed
@@ -130,6 +144,7 @@ class ChatCompletion(AnswerHead):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: TokenUsage
+    timing: NotRequired[TimingAnswer]
 
 
 class ChoiceChunk(TypedDict):
@@ -172,6 +187,8 @@ class ChatChoiceChunk(ChoiceChunk):
 class ChunkHead(AnswerHead):
     usage: NotRequired[TokenUsage | None]
     """Present if it is asked for, and null in all chunks but the last."""
+    timing: NotRequired[TimingAnswer]
+    """In the last one, if it is asked for."""
     resumable: NotRequired[bool]
     """Whether a stream that may be resumed survives its router; in the first chunk and where it changes."""
 

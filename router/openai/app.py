@@ -162,7 +162,10 @@ class OpenAiApp:
         call = self._reception.call(request)  # the key may have been revoked meanwhile
         if wanted.body.stream:
             return StreamedAnswer(wanted.specs, CompletionEvents(wanted), self._generate_stream, call, request_id)
-        return JSONResponse(await wanted.whole(self._generate_one, call, request.receive))
+        answer = await wanted.whole(self._generate_one, call, request.receive)
+        timing = answer.get("timing", {})
+        headers = {f"x-baton-{name.replace('_', '-')}": str(value) for name, value in timing.items()}
+        return JSONResponse(answer, headers=headers)
 
     async def _list_models(self, request: Request) -> Response:
         self._reception.check(request)

@@ -216,6 +216,8 @@ class _Sampling(_Body):
     """Higher ones run first, as in `spec.scheduling.priority`."""
     session_id: str | None = None
     structured_outputs: StructuredOutputs | None = None
+    timing: bool = False
+    """Why the request ran where it did, and how long its phases took."""
 
     user: Any = None
     metadata: Any = None
@@ -236,6 +238,13 @@ class CompletionBody(_Sampling):
     echo: bool | None = None
     best_of: int | None = None
     suffix: str | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        prompts: list[Any] = self.prompt
+        return [prompts] if prompts and isinstance(prompts[0], int) else prompts
 
 
 class ChatBody(_Sampling):

@@ -31,6 +31,7 @@ from router.openai.answers import (
     FinishReason,
     FunctionDelta,
     TextLogprobs,
+    TimingAnswer,
     TokenUsage,
     ToolCallPiece,
 )
@@ -61,6 +62,9 @@ class Form:
     """Sequences of each prompt."""
     wants_logprobs: bool
     includes_usage: bool
+    wants_timing: bool
+    echoes: tuple[str, ...]
+    """Texts of the prompts, which their outputs begin with; empty: they do not."""
     token_bytes: TokenBytes
     stop_token_ids: frozenset[int]
     """Stop tokens that the client named; the model's own end-of-sequence tokens are not among them."""
@@ -70,12 +74,17 @@ class Form:
         """Raises InvalidRequest."""
         if body.stream_options is not None and not body.stream:
             raise invalid((FieldViolation("stream_options", "needs stream: true"),))
+        echoes: tuple[str, ...] = ()
+        if isinstance(body, CompletionBody) and body.echo:
+            echoes = tuple(each if isinstance(each, str) else _text_of(each, token_bytes) for each in body.prompts)
         return cls(
             is_chat=isinstance(body, ChatBody),
             created=int(time.time()),
             n=1 if body.n is None else body.n,
             wants_logprobs=bool(body.logprobs) if isinstance(body, ChatBody) else body.logprobs is not None,
             includes_usage=body.stream_options is not None and body.stream_options.include_usage,
+            wants_timing=body.timing,
+            echoes=echoes,
             token_bytes=token_bytes,
             stop_token_ids=frozenset(body.stop_token_ids or ()),
         )
@@ -85,7 +94,12 @@ class Form:
         choices = [choice for number, answer in enumerate(answers) for choice in self._choices(answer, number)]
         usage = _usage([answer.usage for answer in answers])
         kind = "chat.completion" if self.is_chat else "text_completion"
-        return {**self.head(answers[0], kind), "choices": choices, "usage": usage}
+        answer = {**self.head(answers[0], kind), "choices": choices, "usage": usage}
+        return answer | {"timing": timing_of(answers[0].timing)} if self.wants_timing else answer
+
+    def echo(self, prompt: int) -> str:
+        """What the outputs of a prompt begin with."""
+        return self.echoes[prompt] if self.echoes else ""
 
     def head(self, source: pb.GenerateResponse | pb.Started, kind: str) -> dict[str, Any]:
         name = source.generation_id.removeprefix(_GENERATION)
@@ -97,7 +111,7 @@ class Form:
         ends = {end.index: end for end in answer.ends}
         for index in range(self.n):
             deltas = [delta for delta in answer.outputs if delta.index == index]
-            text = "".join(delta.text for delta in deltas)
+            text = self.echo(prompt) + "".join(delta.text for delta in deltas)
             logprobs = [entry for delta in deltas for entry in delta.logprobs]
             named = self.logprobs(logprobs) if self.wants_logprobs else None
             content: dict[str, Any] = {"message": message_of(text, deltas)} if self.is_chat else {"text": text}
@@ -202,6 +216,7 @@ class Chunks:
         self._head: dict[str, Any] = {}
         """Fields of every chunk, from that prompt's start."""
         self._usages: list[pb.Usage] = []
+        self._timing: TimingAnswer | None = None
         self._choices = [] if resumed is None else resumed.choices
         self.has_usage = resumed is not None and resumed.has_usage
         self._change: dict[str, bool] = {}
@@ -224,8 +239,8 @@ class Chunks:
                 self._head = self._head or self._form.head(event.started, kind)
                 for index in range(prompt * n, prompt * n + n):
                     has_begun, self._at(index).has_begun = self._at(index).has_begun, True
-                    if self._form.is_chat and not has_begun:
-                        yield self._chunk(self._choice(index, is_first=True))
+                    if not has_begun and (self._form.is_chat or self._form.echoes):
+                        yield self._chunk(self._choice(index, self._form.echo(prompt), is_first=True))
             case "delta":
                 delta = event.delta
                 self._at(prompt * n + delta.index).num_tokens = delta.first_token_index + delta.token_count
@@ -237,11 +252,15 @@ class Chunks:
                     yield self._chunk({**self._choice(prompt * n + end.index), **self._form.ending(end)})
             case "completed":
                 self._usages.append(event.completed.usage)
+                self._timing = self._timing or timing_of(event.completed.timing)
 
-    def usage(self) -> dict[str, Any]:
-        """The last chunk of a stream that includes its usage: that of all its prompts."""
+    def last(self) -> dict[str, Any]:
+        """The last chunk of a stream that includes its usage, that of all its prompts, or its timing."""
         self.has_usage = True
-        return self._chunk() | {"usage": _usage(self._usages)}
+        chunk = self._chunk()
+        if self._form.includes_usage:
+            chunk["usage"] = _usage(self._usages)
+        return chunk | {"timing": self._timing} if self._form.wants_timing else chunk
 
     def _at(self, index: int) -> ChoicePosition:
         while len(self._choices) <= index:
@@ -275,6 +294,24 @@ class Chunks:
         if named is not None:
             self._at(index).num_characters += sum(map(len, named["tokens"]))
         return {"index": index, "text": text, "logprobs": named, "finish_reason": None}
+
+
+def _text_of(token_ids: Sequence[int], token_bytes: TokenBytes) -> str:
+    return b"".join(map(token_bytes, token_ids)).decode("utf-8", "replace")
+
+
+def timing_of(timing: pb.Timing) -> TimingAnswer:
+    durations = timing.queue, timing.prefill, timing.kv_transfer, timing.time_to_first_token, timing.decode
+    queue, prefill, transfer, first, decode = (round(each.ToNanoseconds() / 1e6, 3) for each in durations)
+    return {
+        "placement": timing.placement,
+        "migrations": timing.migrations,
+        "queue_ms": queue,
+        "prefill_ms": prefill,
+        "kv_transfer_ms": transfer,
+        "time_to_first_token_ms": first,
+        "decode_ms": decode,
+    }
 
 
 def message_of(text: str, deltas: Sequence[pb.SequenceDelta]) -> ChatMessage:

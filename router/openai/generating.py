@@ -214,8 +214,9 @@ class CompletionEvents:
         return self._chunks.of(event, prompt)
 
     def end(self) -> Iterable[Mapping[str, Any]]:
-        if self._wanted.form.includes_usage and not self._chunks.has_usage:
-            yield self._chunks.usage()
+        form = self._wanted.form
+        if (form.includes_usage or form.wants_timing) and not self._chunks.has_usage:
+            yield self._chunks.last()
 
     def failure(self, error: BatonError) -> HttpFailure:
         resumed = self._wanted.resumed

@@ -48,7 +48,10 @@ _WHOLE_NUMBERS = {
 def completion_specs(body: CompletionBody, request_id: str) -> list[pb.GenerationSpec]:
     """Returns a spec for each prompt."""
     _refuse(
-        echo=(bool(body.echo), "the prompt is not repeated; leave it out"),
+        echo=(
+            bool(body.echo) and body.logprobs is not None,
+            "the prompt's logprobs are not told; leave out one of them",
+        ),
         suffix=(bool(body.suffix), "models that fill in the middle are not served; leave it out"),
         best_of=(
             body.best_of is not None and body.best_of != (1 if body.n is None else body.n),
@@ -56,7 +59,7 @@ def completion_specs(body: CompletionBody, request_id: str) -> list[pb.Generatio
         ),
     )
     wrong = Violations()
-    prompts = _prompts(body.prompt)
+    prompts = body.prompts
     if not prompts:
         wrong.add("prompt", "must hold at least one token (it is empty)")
     spec = _common(body, request_id, wrong, max_tokens=("max_tokens", body.max_tokens))
@@ -152,12 +155,6 @@ def _refuse(**given: tuple[bool, str]) -> None:
         raise NotServed(message, violations=violations)
 
 
-def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
-    if isinstance(prompt, str):
-        return [prompt]
-    return [prompt] if prompt and isinstance(prompt[0], int) else prompt
-
-
 def _with_prompt(common: pb.GenerationSpec, prompt: str | list[int]) -> pb.GenerationSpec:
     spec = pb.GenerationSpec()
     spec.CopyFrom(common)
@@ -189,6 +186,7 @@ def _common(
     _bias(sampling, body.logit_bias or {}, wrong)
     if body.structured_outputs is not None:
         _structure(sampling, body.structured_outputs, wrong)
+    spec.output.include_timing = body.timing
     spec.cache.cache_salt, spec.scheduling.session_id = body.cache_salt or "", body.session_id or ""
     _whole(spec.scheduling, "priority", "priority", body.priority, _INT32, wrong)
     return spec

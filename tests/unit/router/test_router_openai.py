@@ -325,3 +325,26 @@ async def test_the_docs_name_every_field_that_is_taken(kind: type[CompletionBody
     assert set(re.findall(r"`([a-z_]+)`", taken)) >= set(kind.model_fields)
     without_effect = taken.partition("without effect:")[2].partition("\n\n")[0]
     assert set(re.findall(r"`([a-z_]+)`", without_effect)) == set(IGNORED)
+
+
+async def test_the_timing_that_is_asked_for_is_told(tmp_path: Path) -> None:
+    async with serving(tmp_path, pair(lambda _: [ids("world!")])) as (_, http):
+        whole = await http.post("/v1/completions", json={"model": "model", "prompt": "hello", "timing": True})
+        stream = await http.post("/v1/chat/completions", json=chat(timing=True, stream=True))
+    told = whole.json()["timing"]
+    assert told["placement"] and told["time_to_first_token_ms"] >= told["queue_ms"] >= 0
+    assert whole.headers["x-baton-placement"] == told["placement"]
+    *chunks, last = [json.loads(line[6:]) for line in stream.text.split("\n\n") if line.startswith("data: {")]
+    assert last["choices"] == [] and last["timing"]["placement"] and not any("timing" in chunk for chunk in chunks)
+
+
+@pytest.mark.parametrize("prompt", ["hé", [ids("h")[0], *ids("é")]])
+async def test_a_prompt_is_repeated_if_asked(tmp_path: Path, prompt: Any) -> None:
+    async with (
+        serving(tmp_path, pair(lambda admit: [ids("!")] * admit.sampling.params.n)) as (router, _),
+        sdk(router) as client,
+    ):
+        whole = await client.completions.create(model="model", prompt=prompt, echo=True, n=2)
+        stream = await client.completions.create(model="model", prompt=prompt, echo=True, stream=True)
+        texts = [chunk.choices[0].text async for chunk in stream]
+    assert [choice.text for choice in whole.choices] == ["hé!", "hé!"] and "".join(texts) == "hé!"
