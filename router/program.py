@@ -117,7 +117,7 @@ class RouterServer:
             self._executor,
             lambda: self.dispatcher.fleet.weights_revision,
             self.dispatcher.waiting,
-            self.generation.forms,
+            self.generation.forms.capabilities,
         )
         self._http = self._new_http()
         self._health = HealthService(_HEALTH_NAMES)

@@ -27,6 +27,17 @@ class ChatForms:
     def special_ids(self) -> Mapping[str, int]:
         return self._tokenizer.special_ids
 
+    @property
+    def capabilities(self) -> list[str]:
+        """What the model can do with a chat, as `Model.capabilities` names it."""
+        is_chat = self._tokenizer.chat_template.is_present
+        can = {
+            "chat": is_chat,
+            "tools": is_chat and self.tool_format is not None,
+            "reasoning": self.thinking is not None,
+        }
+        return [name for name, is_there in can.items() if is_there]
+
     def form_of(self, chat: Chat, prompt_token_ids: Sequence[int]) -> OutputForm | None:
         """The form of the outputs; None: they are text."""
         choice, thinking, is_thinking = chat.choice, self.thinking, False

@@ -5,13 +5,12 @@ These are methods of GenerationService that need no worker.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 
 from cluster.pb import generation_pb2 as pb
 from router.api.call import INLINE_BYTES, Call, run_aside
 from router.api.chat import read_chat
-from router.api.chat_forms import ChatForms
 from router.api.served_model import ServedModel
 from router.api.tokenizer import Encoded, Tokenizer
 from router.api.violations import Violations
@@ -41,9 +40,9 @@ class ModelService:
         executor: Executor,
         weights_revision: Callable[[], str],
         waiting: WaitingQueue,
-        forms: ChatForms,
+        chat_capabilities: Sequence[str],
     ) -> None:
-        self._forms = forms
+        self._capabilities = [*_CAPABILITIES, *chat_capabilities]
         self._model = model
         self._tokenizer = tokenizer
         self._executor = executor
@@ -97,13 +96,7 @@ class ModelService:
         return self._tokenizer.encode_prompt(prompt, add_special_tokens=request.add_special_tokens)
 
     def _card(self) -> pb.Model:
-        model, tokenizer, forms = self._model, self._tokenizer, self._forms
-        is_chat = tokenizer.chat_template.is_present
-        of_chats = {
-            "chat": is_chat,
-            "tools": is_chat and forms.tool_format is not None,
-            "reasoning": forms.thinking is not None,
-        }
+        model, tokenizer = self._model, self._tokenizer
         return pb.Model(
             name=model.name,
             max_context_tokens=model.max_model_len,
@@ -114,5 +107,5 @@ class ModelService:
             tokenizer_sha256=tokenizer.sha256,
             weights_revision=self._weights_revision(),
             default_sampling=model.defaults,
-            capabilities=[*_CAPABILITIES, *(name for name, is_there in of_chats.items() if is_there)],
+            capabilities=self._capabilities,
         )
