@@ -26,10 +26,9 @@ import numpy as np
 import typer
 
 from benchmarks.report import tell, telling_failures
-from cluster.step_cost import StepSize
 from simulate import published, workload
 from simulate.placement import Goodput, GroupShape, LatencyGoal, fewest, goodputs, highest_rate, placements
-from simulate.pools import PoolSpec, RequestTimes, run_pools
+from simulate.pools import PoolSpec, RequestTimes, first_tokens, last_tokens, run_pools
 from simulate.published import DistServeCurve, SplitwiseCurve
 from simulate.workload import RequestShape
 
@@ -115,31 +114,46 @@ class Sizing:
         self._seconds = seconds
 
     def fits(self, rate: float, machines: int) -> bool:
-        prompt, token = self.prompt_machines(rate, machines), self.token_machines(rate, machines)
-        return prompt is not None and token is not None and prompt + token <= machines
+        prompt = self.prompt_machines(rate, machines - 1)
+        return prompt is not None and self._finish_in_time(self._load(rate), machines - prompt)
 
     def prompt_machines(self, rate: float, most: int) -> int | None:
-        return fewest(lambda num: self._are_kept(rate, num, 4 * most, (0,)), most)
+        shapes = self._load(rate)
+        return fewest(lambda num: self._begin_in_time(shapes, num), most)
 
     def token_machines(self, rate: float, most: int) -> int | None:
-        return fewest(lambda num: self._are_kept(rate, 4 * most, num, (1, 2)), most)
+        shapes = self._load(rate)
+        return fewest(lambda num: self._finish_in_time(shapes, num), most)
 
-    def _are_kept(self, rate: float, prompt: int, token: int, which: tuple[int, ...]) -> bool:
+    def _load(self, rate: float) -> list[RequestShape]:
         lengths = workload.empirical(self._trace)
-        shapes = workload.at_rate(workload.random_shapes(int(rate * self._seconds), lengths, 0), rate, 1.0, 0)
-        times = run_pools(shapes, self._pool(prompt), self._pool(token), transfer_s)
-        slowdowns = [self._slowdowns(shape, found) for shape, found in zip(shapes, times, strict=True)]
-        columns = {i: [row[i] for row in slowdowns] for i in which}
-        return all(np.quantile(columns[i], share) <= most[i] for share, *most in SLOWDOWNS for i in which)
+        return workload.at_rate(workload.random_shapes(int(rate * self._seconds), lengths, 0), rate, 1.0, 0)
+
+    def _begin_in_time(self, shapes: Sequence[RequestShape], num: int) -> bool:
+        firsts = first_tokens(shapes, self._pool(num))
+        ttfts = [
+            (first - s.at) / self._idle.prompt_s(s.num_prompt_tokens) for s, first in zip(shapes, firsts, strict=True)
+        ]
+        return all(np.quantile(ttfts, share) <= most for share, most, _, _ in SLOWDOWNS)
+
+    def _finish_in_time(self, shapes: Sequence[RequestShape], num: int) -> bool:
+        """Every prompt begins as it comes."""
+        firsts = [s.at + self._h100.prompt_s(s.num_prompt_tokens) for s in shapes]
+        handed = [first + transfer_s(s.num_prompt_tokens) for s, first in zip(shapes, firsts, strict=True)]
+        ends, idle_s = last_tokens(shapes, handed, self._pool(num)), self._idle.token_s(1)
+        tpots, e2es = [], []
+        for shape, first, end in zip(shapes, firsts, ends, strict=True):
+            times = RequestTimes.of(shape, first, end)
+            tpots.append(times.tpot_s / idle_s)
+            alone_s = self._idle.prompt_s(shape.num_prompt_tokens) + (shape.num_output_tokens - 1) * idle_s
+            e2es.append(times.e2e_s / alone_s)
+        return all(
+            np.quantile(tpots, share) <= most_tpot and np.quantile(e2es, share) <= most_e2e
+            for share, _, most_tpot, most_e2e in SLOWDOWNS
+        )
 
     def _pool(self, num: int) -> PoolSpec:
         return PoolSpec(self._h100, num, max_num_seqs=512, max_num_batched_tokens=2048, kv_tokens=KV_TOKENS)
-
-    def _slowdowns(self, shape: RequestShape, found: RequestTimes) -> tuple[float, float, float]:
-        first_s = self._idle.seconds(StepSize.of_prompt(shape.num_prompt_tokens))
-        token_s = self._idle.seconds(StepSize(num_sequences=1))
-        whole_s = first_s + (shape.num_output_tokens - 1) * token_s
-        return found.ttft_s / first_s, found.tpot_s / token_s, found.e2e_s / whole_s
 
 
 @app.command()

@@ -44,6 +44,13 @@ class RequestTimes(NamedTuple):
     tpot_s: float
     e2e_s: float
 
+    @classmethod
+    def of(cls, shape: RequestShape, first_at: float, last_at: float) -> RequestTimes:
+        """The latencies of a request whose first and last token came at these times."""
+        num_steps = shape.num_output_tokens - 1
+        tpot_s = (last_at - first_at) / num_steps if num_steps > 0 else 0.0
+        return cls(first_at - shape.at, tpot_s, max(first_at, last_at) - shape.at)
+
 
 def run_pools(
     shapes: Sequence[RequestShape],
@@ -56,17 +63,10 @@ def run_pools(
     Raises ValueError for a request that never fits a decode machine.
     """
     firsts = first_tokens(shapes, prefill)
-    ends = _last_tokens(
+    ends = last_tokens(
         shapes, [at + transfer_s(s.num_prompt_tokens) for s, at in zip(shapes, firsts, strict=True)], decode
     )
-    return [
-        RequestTimes(
-            first - shape.at,
-            (end - first) / (shape.num_output_tokens - 1) if shape.num_output_tokens > 1 else 0.0,
-            max(first, end) - shape.at,
-        )
-        for shape, first, end in zip(shapes, firsts, ends, strict=True)
-    ]
+    return [RequestTimes.of(*one) for one in zip(shapes, firsts, ends, strict=True)]
 
 
 def first_tokens(shapes: Sequence[RequestShape], pool: PoolSpec) -> list[float]:
@@ -82,7 +82,7 @@ def first_tokens(shapes: Sequence[RequestShape], pool: PoolSpec) -> list[float]:
     return at
 
 
-def _last_tokens(shapes: Sequence[RequestShape], handed_at: Sequence[float], pool: PoolSpec) -> list[float]:
+def last_tokens(shapes: Sequence[RequestShape], handed_at: Sequence[float], pool: PoolSpec) -> list[float]:
     """When each output is complete, of requests that come to the pool with their first token."""
     ends = list(handed_at)
     machines = [_TokenMachine(pool, ends) for _ in range(pool.num_machines)]
