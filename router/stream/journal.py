@@ -235,7 +235,6 @@ class Journal(Generic[E]):
         page.is_refused = outcome is Outcome.FULL
         if outcome is Outcome.DONE:
             page.stored = writing.extent
-            _release(writing.waiters)
         elif outcome is Outcome.MISSING:
             page.stored = None
             page.waiters, writing.waiters = writing.waiters + page.waiters, []

@@ -16,7 +16,7 @@ from cluster.lifecycle import RequestKey, RequestState
 from cluster.pb import generation_pb2 as pb
 from cluster.pb.journal_pb2 import JournalEntry
 from cluster.protocol import spoken
-from cluster.state import Claim, MemoryStore, Outcome, Write
+from cluster.state import Claim, MemoryStore, Outcome, StoreAway, Write
 from router.api.call import ANYONE, Principal
 from router.api.chat import ChatTemplate
 from router.api.served_model import ServedModel
@@ -322,4 +322,30 @@ async def test_who_waits_for_a_record_goes_on_when_another_router_takes_it() -> 
     async with asyncio.timeout(10):
         assert await asyncio.gather(early, late) == [False, False]
     assert lost == [("gen", False)]
+    await journal.stop()
+
+
+class RefusingStore(MemoryStore):
+    """Is away, or full."""
+
+    def __init__(self, *, is_away: bool) -> None:
+        super().__init__()
+        self._is_away = is_away
+
+    async def write(self, writes: Sequence[Write]) -> list[Outcome]:
+        if self._is_away:
+            raise StoreAway("away")
+        return [Outcome.FULL] * len(writes)
+
+
+@pytest.mark.parametrize("is_away", [True, False])
+async def test_no_message_waits_for_a_store_that_is_known_to_be_away_or_full(is_away: bool) -> None:
+    journal: Journal[int] = Journal(RefusingStore(is_away=is_away), ttl_s=30.0, on_fenced=lambda *lost: None)
+    journal.start()
+    journal.open("gen", Source(lambda: 1, lambda stored: b"entry"))
+    async with asyncio.timeout(10):
+        assert not await journal.catch_up("gen"), "the write that finds it out"
+    with pytest.raises(StopIteration) as done:
+        journal.catch_up("gen").send(None)
+    assert done.value.value is False
     await journal.stop()
