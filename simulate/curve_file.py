@@ -6,9 +6,9 @@
     512,0,8,1024,0.0287           both
 
 JSON holds a list of objects with these names, or an object with `steps`; a linear cost is the object that
-`cluster.step_cost.StepCost` has the fields of. `tokens_before` may be missing. Steps measured several times count with
-their median. A table without a gap is interpolated (`simulate.curves.MeasuredCurve`); any other steps, such as those of
-an engine's log, are fitted.
+`cluster.step_cost.StepCost` has the fields of. `tokens_before` may be missing. A table without a gap is interpolated
+(`simulate.curves.MeasuredCurve`), and steps measured several times count with their median; any other steps, such as
+those of an engine's log, are fitted, each measurement by itself.
 """
 
 from __future__ import annotations
@@ -150,11 +150,12 @@ def _read(place: str, row: Mapping[str, Any]) -> tuple[_Step, float]:
 def _curve_of(path: Path, measured: Mapping[_Step, list[float]]) -> FileCurve:
     if not measured:
         raise ConfigError(f"{path}: holds no step")
+    if not _is_table(measured):
+        log = [StepSample(step.size, seconds) for step, some in measured.items() for seconds in some]
+        fitted = LinearCurve(fit_cost(log))
+        return FileCurve(fitted, "fitted", CurveError.of(fitted, log))
     times = {step: statistics.median(some) for step, some in measured.items()}
     samples = [StepSample(step.size, seconds) for step, seconds in times.items()]
-    if not _is_table(times):
-        fitted = LinearCurve(fit_cost(samples))
-        return FileCurve(fitted, "fitted", CurveError.of(fitted, samples))
     spread_s = {step: statistics.stdev(some) if len(some) > 1 else 0.0 for step, some in measured.items()}
     prompts = [MeasuredPrompt(s.prompt_tokens, times[s], spread_s[s]) for s in times if s.prompt_tokens]
     decodes = [MeasuredDecode(s.sequences, s.kv_tokens, times[s], spread_s[s]) for s in times if s.sequences]
@@ -165,7 +166,7 @@ def _curve_of(path: Path, measured: Mapping[_Step, list[float]]) -> FileCurve:
     return FileCurve(curve, "interpolated", CurveError.of(curve, samples), tuple(curve.notes))
 
 
-def _is_table(steps: Mapping[_Step, float]) -> bool:
+def _is_table(steps: Iterable[_Step]) -> bool:
     """Whether prompts are whole and alone, and sequences form a grid."""
     if any(step.tokens_before or (step.prompt_tokens and step.sequences) for step in steps):
         return False

@@ -23,6 +23,7 @@ from cluster.step_cost import StepCost, StepSize
 MOST_FALL = 0.1
 """A measured curve may fall by this share from one point to the next: repeated measurements differ by as much. Points
 whose own measurements differ by more may fall by twice the standard deviation of their difference."""
+_FITS = 5
 _Floats = npt.NDArray[np.float64]
 
 
@@ -69,23 +70,36 @@ class CurveError:
 def fit_cost(samples: Sequence[StepSample]) -> StepCost:
     """The linear cost with the least squares of relative errors, without a negative part.
 
-    Parts that would come out negative are left out one after another, the most negative first: parts that always came
-    together cannot be told apart.
+    Errors are relative to what the fit itself says, found by turns: relative to what was measured, a step that was
+    held up counts less than one that was quick, and all together would come out too short. Parts that would come out
+    negative are left out one after another, the most negative first: parts that always came together cannot be told
+    apart.
     """
     sizes = np.array([_parts(one.step) for one in samples], dtype=np.float64)
-    weights = 1 / np.array([one.seconds for one in samples])
-    rows = sizes * weights[:, None]
+    seconds = np.array([one.seconds for one in samples])
+    found: _Floats = np.zeros(sizes.shape[1])
+    scales_s = seconds
+    for _ in range(_FITS):
+        found = _least_squares(sizes / scales_s[:, None], seconds / scales_s)
+        if not (sizes @ found > 0).all():
+            break
+        scales_s = sizes @ found
+    return StepCost(*map(float, found))
+
+
+def _least_squares(rows: _Floats, wanted: _Floats) -> _Floats:
+    """The parts that are nearest to what is `wanted` of each row, none of them negative."""
     used = [part for part in range(rows.shape[1]) if rows[:, part].any()]
     found: _Floats = np.zeros(rows.shape[1])
     while used:
         scales = np.abs(rows[:, used]).max(axis=0)  # parts differ by eight orders of magnitude
-        values = np.linalg.lstsq(rows[:, used] / scales, np.ones(len(samples)), rcond=None)[0] / scales
+        values = np.linalg.lstsq(rows[:, used] / scales, wanted, rcond=None)[0] / scales
         worst = int((values * scales).argmin())
         if values[worst] >= 0:
             found[used] = values
             break
         del used[worst]
-    return StepCost(*map(float, found))
+    return found
 
 
 def _parts(step: StepSize) -> tuple[int, ...]:

@@ -56,7 +56,15 @@ def test_no_part_of_a_fit_is_negative() -> None:
     falling = [StepSample(StepSize(0, 0, n, 100 * n), 0.01 - 1e-4 * n) for n in (1, 8, 16, 32, 64)]
     found = fit_cost(falling)
     assert min(vars(found).values()) >= 0
-    assert found.fixed_s == pytest.approx(0.0056, rel=0.05)  # short steps count as much as long ones
+    assert found.fixed_s == pytest.approx(0.00758)  # of one constant: the mean
+
+
+def test_steps_that_were_held_up_count_with_their_whole_time() -> None:
+    draw = random.Random(2)
+    samples = [StepSample(step, COST.of(step) * draw.choice((1, 1, 1, 1, 3))) for step in steps(1000)]
+    fitted = LinearCurve(fit_cost(samples))
+    total_s = sum(one.seconds for one in samples)
+    assert sum(fitted.seconds(one.step) for one in samples) == pytest.approx(total_s, rel=0.01)
 
 
 def measured() -> MeasuredCurve:
