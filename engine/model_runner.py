@@ -23,6 +23,7 @@ from engine.checkpoint import Checkpoint
 from engine.copies import upload
 from engine.cuda_graphs import Capture, DecodeGraphs, choose_capture
 from engine.decode_inputs import DecodeInputs, choose_advance
+from engine.expert_balancer import ExpertBalancer
 from engine.gguf_checkpoint import open_checkpoint
 from engine.kv.pool import KvCache
 from engine.layers.experts import RoutedExperts
@@ -32,6 +33,7 @@ from engine.layers.rope import RopeTable
 from engine.memory import resolve_block_size, resolve_device, resolve_dtype, resolve_kv_dtype
 from engine.model_cost import choose_form
 from engine.models.decoder import Decoder, StepContext
+from engine.models.experts import ExpertLoad
 from engine.models.folder import read_model
 from engine.models.loading import load_model
 from engine.native import Native
@@ -79,11 +81,13 @@ class ModelRunner:
         open_weights: Callable[[Path], Checkpoint] = open_checkpoint,
         report: Callable[[str], None] | None = None,
         expert_parallel: int = 1,
+        expert_rebalance_tokens: int = 0,
     ) -> None:
         """Decode steps of up to `graphs_up_to` sequences become CUDA graphs where that works, by `capture` if given.
         With a `sampler` they choose its tokens, too. Without `num_blocks` there is no KV pool until `make_pool`.
         `block_size`: None for what suits the attention. `deterministic`: a token's logits have the same bits in any
-        step, generated or as a part of a prompt. `expert_parallel`: groups of ranks among which experts are divided.
+        step, generated or as a part of a prompt. `expert_parallel`: groups of ranks among which experts are divided;
+        `expert_rebalance_tokens`: how many tokens apart they are placed anew by load, 0: never.
 
         `open_weights` opens the weights, by default those of the folder's files.
         """
@@ -144,6 +148,8 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         self._num_rows = 0
         """Rows of logits of the latest step."""
+        self._rebalance_tokens = expert_rebalance_tokens
+        self._balancer: ExpertBalancer | None = None
         if num_blocks is not None:
             self.make_pool(num_blocks)
 
@@ -158,8 +164,11 @@ class ModelRunner:
         if capture is not None:
             width = -(-longest // self.block_size)
             self._graphs, self.graphs_reason = self._capture(capture, self._graphs_up_to, width)
-        for mlp in self._expert_mlps().values():
+        mlps = self._expert_mlps()
+        for mlp in mlps.values():
             mlp.num_tokens.zero_()  # of rehearsals and captures
+        if self.config.experts is not None and self.config.experts.num_groups > 1 and self._rebalance_tokens:
+            self._balancer = ExpertBalancer(mlps, self._tp, self._rebalance_tokens)
 
     def rehearsal(self, num_blocks: int, length: int) -> ModelRunner:
         """A runner with one layer of each kind of these weights and a small pool, for positions below `length`.
@@ -169,7 +178,7 @@ class ModelRunner:
         layers = self.config.layer_kinds
         other = copy.copy(self)
         other._model = self._model.only(layers)
-        other._graphs = None
+        other._graphs = other._balancer = None
         groups = [
             replace(group, layers=tuple(i for i in group.layers if i in layers)) for group in self.config.kv_groups
         ]
@@ -224,9 +233,14 @@ class ModelRunner:
         """
         return self._kv.pool
 
-    def expert_tokens(self) -> dict[int, list[int]]:
-        """Returns the tokens of each expert since the start, by layer. On a GPU it waits for what is under way."""
-        return {number: mlp.num_tokens.tolist() for number, mlp in self._expert_mlps().items()}
+    def expert_load(self) -> ExpertLoad:
+        """Returns what experts have got. On a GPU it waits for what is under way."""
+        mlps, balancer = self._expert_mlps(), self._balancer
+        return ExpertLoad(
+            {number: mlp.num_tokens.tolist() for number, mlp in mlps.items()},
+            {number: mlp.group_tokens() for number, mlp in mlps.items()},
+            0 if balancer is None else balancer.num_moved,
+        )
 
     def _expert_mlps(self) -> dict[int, RoutedExperts]:
         """Returns the MLPs with experts by layer; those of transformers' own code are not counted."""
@@ -265,6 +279,8 @@ class ModelRunner:
         num_slots = len(self.config.kv_groups) * len(step.token_ids)
         assert step.cu_seqlens_q[-1] == len(step.token_ids), "a step's arrays disagree"
         assert len(step.slot_mapping) == num_slots, f"{len(step.slot_mapping)} slots, not {num_slots}"
+        if self._balancer is not None:
+            self._balancer.before_step(len(step.token_ids))
         if self._tp.size > 1 and step.has_unread_tokens:
             sampled = self._of_rank_0(sampled)
         self._num_rows = len(step.logits_indices)

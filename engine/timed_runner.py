@@ -27,6 +27,7 @@ from cluster.step_cost import StepCost
 from engine.kv.pool import KvCache
 from engine.model_runner import StepOutput
 from engine.models.config import ModelConfig
+from engine.models.experts import ExpertLoad
 from engine.sampling.params import SampleRow
 from engine.sampling.samples import Samples
 from engine.step_input import IntArray, StepInput, size_of
@@ -91,9 +92,9 @@ class TimedRunner:
         """The pool: [L, 2, N, block_size, 1, 1]."""
         return self._kv.pool
 
-    def expert_tokens(self) -> dict[int, list[int]]:
+    def expert_load(self) -> ExpertLoad:
         """Returns nothing: no expert computes."""
-        return {}
+        return ExpertLoad()
 
     def prepare(self, step: StepInput, sampled: Tensor | None, rows: Callable[[], Sequence[SampleRow]]) -> None:
         """Nothing: tokens are chosen by themselves."""

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions, Store
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, BroadcastOptions, Store
 
 
 class TPGroup(Protocol):
@@ -36,6 +36,11 @@ class TPGroup(Protocol):
         """Replaces a contiguous tensor by rank 0's, in place."""
         ...
 
+    def exchange(self, tensor: torch.Tensor, destination: int, source: int) -> torch.Tensor:
+        """Sends bytes, uint8 [B], to one rank, and returns as many that another one sends. Each rank is the
+        destination of one; a rank may be its own."""
+        ...
+
 
 class SingleGroup:
     """A single rank, which has nothing to exchange."""
@@ -52,6 +57,9 @@ class SingleGroup:
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Leaves the tensor."""
 
+    def exchange(self, tensor: torch.Tensor, destination: int, source: int) -> torch.Tensor:
+        return tensor
+
 
 class ExpertSlices:
     """The ranks of one of `num_groups` groups, which slice the same experts; sums are those of the whole worker, since
@@ -61,6 +69,7 @@ class ExpertSlices:
         self.size = whole.size // num_groups
         self.rank = whole.rank % self.size
         self.all_reduce, self.all_gather, self.broadcast = whole.all_reduce, whole.all_gather, whole.broadcast
+        self.exchange = whole.exchange
 
 
 class ProcessGroupTP:
@@ -75,7 +84,9 @@ class ProcessGroupTP:
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
         self._reduce, self._gather, self._broadcast = AllreduceOptions(), AllgatherOptions(), BroadcastOptions()
-        self._reduce.asyncOp = self._gather.asyncOp = self._broadcast.asyncOp = False
+        self._to_all = AllToAllOptions()
+        for options in (self._reduce, self._gather, self._broadcast, self._to_all):
+            options.asyncOp = False
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         _wait(self._group.allreduce([tensor], self._reduce))
@@ -88,6 +99,12 @@ class ProcessGroupTP:
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         _wait(self._group.broadcast([tensor], self._broadcast))
+
+    def exchange(self, tensor: torch.Tensor, destination: int, source: int) -> torch.Tensor:
+        received = torch.empty_like(tensor)
+        sizes = [[len(tensor) * (rank == other) for rank in range(self.size)] for other in (source, destination)]
+        _wait(self._group.alltoall_base(received, tensor, *sizes, self._to_all))
+        return received
 
     def close(self) -> None:
         """Ends the communicator; other ranks that wait in a collective fail."""
@@ -117,6 +134,9 @@ class OrderedSums:
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         self._group.broadcast(tensor)
+
+    def exchange(self, tensor: torch.Tensor, destination: int, source: int) -> torch.Tensor:
+        return self._group.exchange(tensor, destination, source)
 
 
 def _wait(work: Any) -> None:

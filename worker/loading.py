@@ -30,6 +30,7 @@ from engine.memory import (
 )
 from engine.model_cost import describe_weights
 from engine.model_runner import ModelRunner
+from engine.models.experts import ExpertsConfig
 from engine.profiling import measure_activations
 from engine.sampling.sampler import Sampler
 from engine.tp import TPGroup, make_process_group
@@ -98,6 +99,7 @@ def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> Load
         sampler=sampler if settings.tp_rank == 0 else None,
         report=report,
         expert_parallel=settings.expert_parallel,
+        expert_rebalance_tokens=settings.engine.expert_rebalance_tokens,
     )
     plan = size_pool(resolved.demand, runner, tp)
     memory = make_pool(resolved.transports, runner.device, partial(runner.make_pool, plan.num_blocks))
@@ -107,7 +109,7 @@ def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> Load
         sampler.warm_up(runner.device)
     end_helpers()  # steps run on other threads
     resolved = with_transports_of(resolved, memory)
-    choices = _choices_of(runner, plan, settings.tp_size)
+    choices = _choices_of(runner, plan, settings)
     return LoadedRank(runner, transfer_engine, plan, resolved, sampler, choices)
 
 
@@ -117,14 +119,25 @@ def with_transports_of(resolved: Resolved, memory: PoolMemory | None) -> Resolve
     return replace(resolved, transports=transports)
 
 
-def _choices_of(runner: ModelRunner, plan: MemoryPlan, num_ranks: int) -> tuple[str, ...]:
+def _choices_of(runner: ModelRunner, plan: MemoryPlan, settings: WorkerSettings) -> tuple[str, ...]:
     why = "" if runner.device.type == "cpu" else f" ({runner.attention_reason})"
     return (
         memory_line(plan),
-        f"weights: {describe_weights(runner.config, num_ranks, runner.weight_form)}",
+        f"weights: {describe_weights(runner.config, settings.tp_size, runner.weight_form)}",
         f"attention: {runner.attention_name}{why}; Baton's own kernels: {runner.kernels_reason}",
         f"CUDA graphs: {runner.graphs_reason}",
+        *_experts_line(runner.config.experts, settings.engine.expert_rebalance_tokens),
     )
+
+
+def _experts_line(experts: ExpertsConfig | None, rebalance_tokens: int) -> tuple[str, ...]:
+    """Says where experts are, and whether they move; nothing of a model without any."""
+    if experts is None:
+        return ()
+    if experts.num_groups == 1:
+        return ("experts: each sliced over all ranks",)
+    how = f"anew by load every {rebalance_tokens} tokens" if rebalance_tokens else "once"
+    return (f"experts: {experts.num_experts} in {experts.num_groups} groups of ranks, placed {how}",)
 
 
 def make_transfer_engine(

@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from cluster.metrics import Metric, render_reference
 from cluster.metrics_page import MetricsPage, serve_beside
 from cluster.tls import InternalTls
+from engine.models.experts import ExpertLoad
 from kv_transfer.transfer_engine import TransferEngine
 from worker import step_meter
 from worker.core import Core
@@ -145,9 +146,9 @@ def serve_metrics(
     transfer_engine: TransferEngine,
     meter: StepMeter | None,
     tls: InternalTls | None,
-    expert_tokens: Callable[[], dict[int, list[int]]],
+    expert_load: Callable[[], ExpertLoad],
 ) -> MetricsPage | None:
-    """Serves the page where the settings ask for one. `transfer_engine`: rank 0's; `expert_tokens`: called on the
+    """Serves the page where the settings ask for one. `transfer_engine`: rank 0's; `expert_load`: called on the
     engine thread."""
     settings = resolved.settings
     if settings.metrics_port is None:
@@ -155,9 +156,8 @@ def serve_metrics(
     held = HeldCollector(metrics, lambda: ask(core.inbox.post, lambda: held_by(core)), transfer_engine)
     metrics.registry.register(held)
     is_counted = not resolved.is_timed and resolved.config.foreign is None
-    if (experts := resolved.config.experts) is not None and is_counted:
-        asked = partial(ask, core.inbox.post, expert_tokens)
-        metrics.registry.register(ExpertCollector(experts, settings.tp_size, asked))
+    if resolved.config.experts is not None and is_counted:
+        metrics.registry.register(ExpertCollector(partial(ask, core.inbox.post, expert_load)))
     if meter is not None:
         meter.watch(metrics.registry, _peak_of(resolved, core), time.monotonic)
     return serve_beside(

@@ -160,7 +160,7 @@ class Leader(_Rank):
             loaded.transfer_engine,
             meter,
             self._tls,
-            loaded.runner.expert_tokens,
+            loaded.runner.expert_load,
         )
         info = self._info(plan, hellos, "" if page is None else page.address)
         service = self._service = WorkerService(

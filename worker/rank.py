@@ -30,6 +30,7 @@ from cluster.pb import rank_pb2
 from cluster.step_cost import OVERLAP_TOKENS as OVERLAP_TOKENS
 from engine.cpu_runtime import compute_alone
 from engine.model_runner import StepOutput
+from engine.models.experts import ExpertLoad
 from engine.sampling.params import SampleRow
 from engine.step_input import StepInput, is_decode
 from kv_transfer.actions import Chunk
@@ -160,8 +161,8 @@ class Runner(Protocol):
         """One step; `on_layer(n)` is called when its first n layers are written, with `sampled` as of `step` below."""
         ...
 
-    def expert_tokens(self) -> dict[int, list[int]]:
-        """Returns the tokens of each expert since the start, by layer."""
+    def expert_load(self) -> ExpertLoad:
+        """Returns the tokens that the model's experts have got."""
         ...
 
 

@@ -288,6 +288,13 @@ def _check_device(config: ServingConfig, role: RoleName) -> Iterator[ConfigFindi
 def _check_deterministic(config: ServingConfig, role: RoleName) -> Iterator[ConfigFinding]:
     """Yields what is known to break the promise before a device is looked at."""
     engine = config.engine_of(role)
+    if engine.expert_rebalance_tokens:
+        yield ConfigFinding(
+            _key_of(config, role, "engine.expert_rebalance_tokens"),
+            f"{engine.expert_rebalance_tokens}: experts that change places are added up in another order, and "
+            "engine.deterministic is true; use 0",
+            ("engine.deterministic",),
+        )
     for key, value, fitting in (
         (_key_of(config, role, "engine.kernels"), engine.kernels, ("auto", "native")),
         (_key_of(config, role, "engine.attention"), engine.attention, ("auto", "triton", "cpu")),

@@ -113,6 +113,10 @@ class EngineSection:
     waits for the host. A sequence that has ended is noticed one step late; tokens are the same. auto: on a GPU, where a
     worker has one; on a CPU it would only compute what is thrown away. With several tensor-parallel ranks rank 0 gives
     the others each step's tokens from device to device."""
+    expert_rebalance_tokens: int = bounded(0, at_least=0, at_most=2**40)
+    """Tokens after which a worker looks at how many each expert got since the last look, and moves experts between the
+    groups of `expert_parallel` where that evens their load out by 5 % or more, a layer between two steps; 0: never.
+    The same tokens may then be added up in another order, so that a request's last bits depend on when it ran."""
     grammar_timeout_s: float = bounded(2.0, above=0, at_most=DAY_S, is_fixed=True, shared_why=_GRAMMARS)
     """A constraint on an output that takes longer to compile is refused; routers go by it, too."""
     grammar_memory_bytes: int = bounded(

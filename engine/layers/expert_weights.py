@@ -19,7 +19,7 @@ from engine.checkpoint import TensorSlice
 from engine.layers.linear import Loader, multiply
 from engine.models.experts import ExpertNames, ExpertsConfig
 from engine.quantization.integers import Quantized, make_quantized
-from engine.quantization.interface import Matrix
+from engine.quantization.interface import Give, Matrix, renew
 from engine.quantization.microscaled import Microscaling
 
 
@@ -31,6 +31,11 @@ class Plain:
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return multiply(self.matrix, x, self.bias, dtype)
+
+    def renew(self, give: Give) -> None:
+        """Becomes another one of the same form (`Matrix.renew`)."""
+        self.matrix.renew(give)
+        renew(give, self.bias)
 
 
 def separate_expert(name: str, names: ExpertNames, sizes: tuple[int, int], loader: Loader) -> tuple[Plain, Plain]:
@@ -47,6 +52,11 @@ class StackedWeights:
     down: Tensor  # [N, E, W]
     gate_up_bias: Tensor | None  # [N, 2 W]
     down_bias: Tensor | None  # [N, E]
+
+    def renew(self, place: int, give: Give) -> None:
+        """The expert at a place becomes another one (`Matrix.renew`)."""
+        stacks = self.gate_up, self.down, self.gate_up_bias, self.down_bias
+        renew(give, *(None if stack is None else stack[place] for stack in stacks))
 
 
 def stacked_weights(

@@ -18,13 +18,14 @@ from torch import Tensor
 
 from cluster.errors import ConfigError
 from engine.checkpoint import TensorSlice
+from engine.expert_placement import Move, Placement, Round
 from engine.layers.expert_weights import InterleavedExperts, Plain, separate_expert, stacked_weights
 from engine.layers.linear import Linear, Loader
 from engine.layers.ops import clamped_mul
 from engine.models.experts import ExpertNames, ExpertsConfig, Routing
 from engine.native import Native
 from engine.native.structures import CLAMPED, SILU, NativeExperts, NativeGate, NativeMatrix
-from engine.quantization.interface import Matrix, Rows, make_matrix, native_tiles
+from engine.quantization.interface import Give, Matrix, Rows, make_matrix, native_tiles
 from engine.tp import ExpertSlices
 
 Gated = Callable[[Tensor], Tensor]
@@ -68,6 +69,17 @@ class SeparateExperts:
         for expert in self.experts:
             yield from (expert.gate_up, expert.down)
 
+    def renew(self, place: int, give: Give) -> None:
+        """The expert at a place becomes another one; `give` is called with each of its tensors (`Matrix.renew`)."""
+        self.experts[place].gate_up.renew(give)
+        self.experts[place].down.renew(give)
+
+    def hold(self, held: Sequence[int]) -> None:
+        """Says which expert is at each place, after some were renewed."""
+        self._by_number = dict(zip(held, self.experts, strict=True))
+        if self.native is not None:
+            _set_places(self.native, held)
+
     def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """[T, E] through the experts `chosen`, int64 [T, K], times `shares`, float32 [T, K]: float32 [T, E]."""
         out = torch.zeros(x.shape, dtype=torch.float32)
@@ -88,9 +100,24 @@ class StackedExperts:
     ) -> None:
         """Raises ConfigError for what torch's grouped product does not take."""
         _check_grouped(sizes, loader)
-        self._place = None if len(held) == config.num_experts else _places(held, config, loader.device)
+        self._place: Tensor | None = None
+        """int64 [N]: where an expert stands among those of this rank; those of other ranks stand behind all of them."""
+        if len(held) < config.num_experts:
+            self._place = torch.empty(config.num_experts, dtype=torch.int64, device=loader.device)
+            self.hold(held)
         self._weights = stacked_weights(name, held, config, sizes, loader)
         self._gated = _gated(config, loader)
+
+    def renew(self, place: int, give: Give) -> None:
+        """Does what `SeparateExperts.renew` does."""
+        self._weights.renew(place, give)
+
+    def hold(self, held: Sequence[int]) -> None:
+        """Says which expert is at each place, in the memory that CUDA graphs read."""
+        if self._place is not None:
+            places = torch.full(self._place.shape, len(held), dtype=torch.int64)
+            places[list(held)] = torch.arange(len(held))
+            self._place.copy_(places)
 
     def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """Computes what `SeparateExperts` computes."""
@@ -134,10 +161,13 @@ class RoutedExperts:
             loader.stack([bias]) if config.has_biases else None,
         )
         kind = SeparateExperts if loader.device.type == "cpu" else StackedExperts
-        held = config.held_by(loader.tp.rank, loader.tp.size, layer)
+        self.group = config.group_of(loader.tp.rank, loader.tp.size)
+        """This rank's group, of those that divide the experts."""
+        self._placed: tuple[Placement, Tensor | None] = config.first_placement, None
+        held = config.first_placement[self.group]
         sizes = hidden_size, config.intermediate_size
-        slices = replace(loader, tp=ExpertSlices(loader.tp, config.num_groups))
-        self.experts = kind(f"{name}.experts", held, sizes, config, slices)
+        self._slices = ExpertSlices(loader.tp, config.num_groups)
+        self.experts = kind(f"{name}.experts", held, sizes, config, replace(loader, tp=self._slices))
         loader.checkpoint.leave(f"{name}.experts", set(range(config.num_experts)) - set(held))
         self.num_tokens = torch.zeros(config.num_experts, dtype=torch.int64, device=loader.device)
         """Tokens that each expert got, those of other ranks included; of CUDA graphs also what pads their steps."""
@@ -153,6 +183,52 @@ class RoutedExperts:
         self.shared_gate: Plain | None = None
         if self.shared is not None and config.has_shared_gate:
             self.shared_gate = Plain(_unrounded(f"{name}.shared_expert_gate.weight", (1, hidden_size), loader))
+
+    @property
+    def placement(self) -> Placement:
+        """The experts of each group, by their places there."""
+        return self._placed[0]
+
+    def group_tokens(self) -> list[int]:
+        """Returns the tokens that each group's experts got since it has them."""
+        placement, before = self._placed
+        tokens = (self.num_tokens if before is None else self.num_tokens - before).tolist()
+        return [sum(tokens[expert] for expert in held) for held in placement]
+
+    def forms(self) -> list[str]:
+        """Returns the shapes and types of each of this rank's experts. Only experts of one form can change places."""
+        places = range(len(self.placement[self.group]))
+        return [str([(tensor.dtype, tensor.shape) for tensor in self._tensors(place)]) for place in places]
+
+    def move(self, rounds: Sequence[Round], placement: Placement) -> None:
+        """Exchanges experts' weights with other groups, which leads to `placement`. Called by all ranks at once."""
+        for moves in rounds:
+            self._exchange(moves.get(self.group))
+        self.experts.hold(placement[self.group])
+        self._placed = placement, self.num_tokens.clone()
+
+    def _exchange(self, move: Move | None) -> None:
+        """Gives one expert and takes one, both from ranks that have the same slice; None: looks on."""
+        slices, own = self._slices.size, self._tp.rank
+        if move is None:
+            self._tp.exchange(torch.empty(0, dtype=torch.uint8, device=self.num_tokens.device), own, own)
+            return
+        tensors = self._tensors(move.slot)
+        sent = torch.cat([tensor.contiguous().view(torch.uint8).flatten() for tensor in tensors])
+        ranks = [group * slices + self._slices.rank for group in (move.destination, move.source)]
+        parts = iter(torch.split(self._tp.exchange(sent, *ranks), [tensor.nbytes for tensor in tensors]))
+        self.experts.renew(move.slot, lambda tensor: next(parts).clone().view(tensor.dtype).view(tensor.shape))
+
+    def _tensors(self, place: int) -> list[Tensor]:
+        """The tensors of the expert at a place."""
+        found: list[Tensor] = []
+
+        def note(tensor: Tensor) -> Tensor:
+            found.append(tensor)
+            return tensor
+
+        self.experts.renew(place, note)
+        return found
 
     @property
     def linears(self) -> Iterator[Linear]:
@@ -235,13 +311,6 @@ def _unrounded(name: str, shape: tuple[int, int], loader: Loader) -> Matrix:
     return make_matrix(loader.stack([TensorSlice(name, shape)]), loader.kernels)
 
 
-def _places(held: Sequence[int], config: ExpertsConfig, device: torch.device) -> Tensor:
-    """int64 [N]: where an expert stands among those of this rank; those of other ranks stand behind all of them."""
-    places = torch.full((config.num_experts,), len(held), dtype=torch.int64, device=device)
-    places[list(held)] = torch.arange(len(held), device=device)
-    return places
-
-
 def _native(held: Mapping[int, Expert], config: ExpertsConfig, loader: Loader) -> NativeExperts | None:
     """Returns the experts for Baton's kernels; None where some weights are not laid out for those, or another type is
     computed in."""
@@ -264,9 +333,16 @@ def _native(held: Mapping[int, Expert], config: ExpertsConfig, loader: Loader) -
         )
     gate = config.clamped_gate
     gating = NativeGate(SILU) if gate is None else NativeGate(CLAMPED, gate.limit, gate.alpha)
+    places = (ctypes.c_int32 * config.num_experts)()
+    native = NativeExperts(*sides, config.num_experts, config.num_per_token, config.normalizes, gating, places)
+    _set_places(native, tuple(held))
+    return native
+
+
+def _set_places(native: NativeExperts, held: Sequence[int]) -> None:
     order = {number: place for place, number in enumerate(held)}
-    places = (ctypes.c_int32 * config.num_experts)(*[order.get(n, -1) for n in range(config.num_experts)])
-    return NativeExperts(*sides, config.num_experts, config.num_per_token, config.normalizes, gating, places)
+    for number in range(native.count):
+        native.places[number] = order.get(number, -1)
 
 
 def _check_grouped(sizes: tuple[int, int], loader: Loader) -> None:

@@ -5,7 +5,8 @@ Knows no weights and loads no torch; `engine.layers.experts` computes them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Literal
 
 from cluster.errors import CheckpointError, ConfigError
@@ -90,13 +91,17 @@ class ExpertsConfig:
             )
         return replace(self, num_groups=num_groups)
 
-    def held_by(self, tp_rank: int, tp_size: int, layer: int) -> tuple[int, ...]:
-        """Returns a layer's experts of a rank: those of its group, of which the first ones have one more where the
+    def group_of(self, tp_rank: int, tp_size: int) -> int:
+        """Returns the group of a rank."""
+        return tp_rank * self.num_groups // tp_size
+
+    @property
+    def first_placement(self) -> tuple[tuple[int, ...], ...]:
+        """The experts of each group when a worker starts, in every layer; the first groups have one more where the
         groups do not divide them."""
-        group = tp_rank * self.num_groups // tp_size
         each, more = divmod(self.num_experts, self.num_groups)
-        start = group * each + min(group, more)
-        return tuple(range(start, start + each + (group < more)))
+        starts = [group * each + min(group, more) for group in range(self.num_groups + 1)]
+        return tuple(tuple(range(start, stop)) for start, stop in pairwise(starts))
 
     @property
     def most_held(self) -> int:
@@ -115,6 +120,18 @@ class ExpertsConfig:
     def chosen_share(self, num_tokens: int) -> float:
         """Returns the share of a layer's experts that as many tokens choose, if each chooses evenly and by itself."""
         return 1.0 - (1.0 - self.num_per_token / self.num_experts) ** num_tokens
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """Tokens that a model's experts have got on one worker, by layer."""
+
+    experts: dict[int, list[int]] = field(default_factory=dict)
+    """Of each expert, since the start."""
+    groups: dict[int, list[int]] = field(default_factory=dict)
+    """Of the experts of each group, since the groups have held these."""
+    num_moved: int = 0
+    """Experts that have gone from one group to another, all layers together."""
 
 
 def local_experts(fields: Fields, num_layers: int, intermediate_size: int) -> ExpertsConfig:

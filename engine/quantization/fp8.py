@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.quantization.interface import (
+    Give,
     Kernels,
     Matrix,
     RoundedRows,
@@ -25,6 +26,7 @@ from engine.quantization.interface import (
     TritonProducts,
     WeightFormat,
     check_fixed,
+    renew,
 )
 
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
@@ -42,6 +44,9 @@ class Fp8Matrix:
 
     def __call__(self, x: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         return F.linear(x, self._weight.float().mul_(self._scales).to(x.dtype), bias).to(dtype or x.dtype)
+
+    def renew(self, give: Give) -> None:
+        renew(give, self._weight, self._scales)
 
 
 class ScaledFp8Matrix:
@@ -66,6 +71,9 @@ class ScaledFp8Matrix:
             out_dtype=torch.bfloat16,
         )
         return product.to(dtype or x.dtype)
+
+    def renew(self, give: Give) -> None:
+        renew(give, self._weight, self._scales)
 
 
 def round_to_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:

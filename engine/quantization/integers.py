@@ -19,6 +19,7 @@ from torch import Tensor
 from engine.native import Native
 from engine.native.structures import INT4, INT4_ZEROS, INT8, INT8_GROUPS, MXFP4, SPAN, TILE, Tiles
 from engine.quantization.interface import (
+    Give,
     Kernels,
     Matrix,
     TiledMatrix,
@@ -26,6 +27,7 @@ from engine.quantization.interface import (
     TritonProducts,
     WeightFormat,
     check_fixed,
+    renew,
 )
 
 _GROUP = 32
@@ -90,6 +92,9 @@ class QuantizedMatrix:
         if self._order is not None:
             x = x.index_select(1, self._order)
         return F.linear(x, self._weight.dequantize(x.dtype), bias).to(dtype or x.dtype)
+
+    def renew(self, give: Give) -> None:
+        renew(give, self._weight.data, self._weight.scales, self._order)
 
 
 def make_quantized(weight: Quantized, kernels: Kernels | None, order: Tensor | None = None) -> Matrix:

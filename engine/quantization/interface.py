@@ -48,6 +48,15 @@ class RoundedRows:
 
 
 Rows = Tensor | RoundedRows
+Give = Callable[[Tensor], Tensor]
+"""Returns what is to take the place of a tensor."""
+
+
+def renew(give: Give, *tensors: Tensor | None) -> None:
+    """Overwrites each tensor that there is by what is given for it, unless that is the tensor itself."""
+    for tensor in tensors:
+        if tensor is not None and (given := give(tensor)) is not tensor:
+            tensor.copy_(given)
 
 
 class Matrix(Protocol):
@@ -60,6 +69,10 @@ class Matrix(Protocol):
 
     def __call__(self, x: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """x @ weight.T + bias, in `dtype` or in x's."""
+        ...
+
+    def renew(self, give: Give) -> None:
+        """Becomes another weight of the same form, in the same memory; `give` is called with each tensor of it."""
         ...
 
 
@@ -117,6 +130,9 @@ class TiledMatrix:
         bias = None if bias is None else bias.to(torch.bfloat16)
         return self._kernels.linear(x.to(torch.bfloat16), self.tiles, bias, dtype)
 
+    def renew(self, give: Give) -> None:
+        renew(give, self.tiles.data, self.tiles.scales, self.order)
+
 
 def native_tiles(matrix: Matrix) -> Tiles | None:
     """Returns what Baton's kernels for the CPU multiply with, if that is all that the matrix does."""
@@ -150,3 +166,6 @@ class TritonMatrix:
         weight = self._data, self._scales, self._form, self._group
         product: Tensor = self._multiply(x, *weight, bias, dtype or x.dtype, self._is_fixed)
         return product
+
+    def renew(self, give: Give) -> None:
+        renew(give, self._data, self._scales, self._order)

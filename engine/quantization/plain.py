@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.native import Native
 from engine.native.structures import BF16, TILE, Tiles
 from engine.quantization.interface import (
+    Give,
     Kernels,
     Matrix,
     TiledMatrix,
@@ -23,6 +24,7 @@ from engine.quantization.interface import (
     TritonProducts,
     WeightFormat,
     check_fixed,
+    renew,
 )
 
 _PACKED_FROM_ROWS = 6
@@ -52,6 +54,17 @@ class TorchMatrix:
     def __call__(self, x: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         product = self._multiply(x, bias)
         return product if dtype is None else product.to(dtype)
+
+    def renew(self, give: Give) -> None:
+        if self._packed is None:
+            renew(give, self._plain)
+            return
+        before = self._packed.to_dense() if self._plain is None else self._plain
+        if (weight := give(before)) is before:
+            return
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
+        if self._plain is not None:
+            self._plain.copy_(weight)
 
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         num_rows = x.shape[0]

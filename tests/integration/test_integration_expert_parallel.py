@@ -3,6 +3,7 @@ transformers."""
 
 from __future__ import annotations
 
+import re
 import urllib.request
 from pathlib import Path
 
@@ -30,17 +31,22 @@ def expected(folder: Path) -> list[int]:
 
 @pytest.mark.parametrize(("kind", "count"), [("mixtral", "num_local_experts"), ("qwen2-moe", "num_experts")])
 def test_a_request_goes_from_two_groups_of_experts_to_four(kind: str, count: str, tmp_path: Path) -> None:
-    """Seven experts, which neither number divides; decode slices nothing, prefill slices its experts in two."""
+    """Seven experts, which neither number divides; decode slices nothing, prefill slices its experts in two. Both
+    place them anew by load while they compute."""
     folder = make_checkpoint(kind, tmp_path, **{count: 7})
     common = {"model_path": str(folder), "kv_cache_tokens": 2048, "chunk_tokens": 24, "max_num_batched_tokens": 48}
+    common["expert_rebalance_tokens"] = 16
     prefill = Worker(worker_id="prefill-0", role="prefill", tp_size=4, expert_parallel=2, metrics_port=0, **common)
-    decode = Worker(worker_id="decode-0", role="decode", tp_size=4, expert_parallel=4, **common)
+    decode = Worker(worker_id="decode-0", role="decode", tp_size=4, expert_parallel=4, metrics_port=0, **common)
     with running(prefill, decode) as (sender, receiver):
         key = hand_off("experts", PROMPT, sender, receiver, sampling(max_output_tokens=NUM_TOKENS))
         receiver.wait_for(lambda: receiver.outputs[key].finished)
         assert merged(key, sender, receiver).sequence() == expected(folder)
         with urllib.request.urlopen(f"http://{sender.info.metrics_address}/metrics", timeout=10) as page:
             told = page.read().decode()
+        with urllib.request.urlopen(f"http://{receiver.info.metrics_address}/metrics", timeout=10) as page:
+            moved = re.search(r"^baton_expert_moves_total (\S+)", page.read().decode(), re.MULTILINE)
+    assert moved is not None and float(moved[1]) > 0
     tokens = [line for line in told.splitlines() if line.startswith("baton_expert_tokens_total{")]
     experts = read_model(folder).experts
     assert experts is not None and len(tokens) == 7

@@ -45,6 +45,7 @@ def make_runner(
     sampler: Sampler | None = None,
     report: Callable[[str], None] | None = None,
     expert_parallel: int = 1,
+    expert_rebalance_tokens: int = 0,
 ) -> ModelRunner:
     return ModelRunner(
         path,
@@ -65,6 +66,7 @@ def make_runner(
         sampler=sampler,
         report=report,
         expert_parallel=expert_parallel,
+        expert_rebalance_tokens=expert_rebalance_tokens,
     )
 
 

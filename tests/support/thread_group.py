@@ -31,6 +31,11 @@ class ThreadGroup:
     def broadcast(self, tensor: torch.Tensor) -> None:
         tensor.copy_(self._exchange(tensor)[0])
 
+    def exchange(self, tensor: torch.Tensor, destination: int, source: int) -> torch.Tensor:
+        to = self._exchange(torch.tensor(destination))
+        assert [int(rank) for rank in to].index(self.rank) == source, "the ranks disagree"
+        return self._exchange(tensor)[source]
+
     def abort(self) -> None:
         """Frees ranks that wait for one that failed: they raise BrokenBarrierError."""
         self._barrier.abort()

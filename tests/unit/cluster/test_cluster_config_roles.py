@@ -104,6 +104,11 @@ def test_what_no_role_may_set_is_refused_by_name_and_place(role: object, why: st
             "they do not give a token the same bits; use cpu",
         ),
         (
+            {"roles": {"decode": {"engine": {"expert_rebalance_tokens": 9}}}, "engine": {"deterministic": True}},
+            "roles.decode.engine.expert_rebalance_tokens: 9: experts that change places are added up in another order, "
+            "and engine.deterministic is true; use 0",
+        ),
+        (
             {"roles": {"decode": {"model": {"quantization": "int8"}}}, "engine": {"deterministic": True}},
             "roles.decode.model.quantization: int8, where prefill workers have none (model.quantization): "
             "engine.deterministic is true",

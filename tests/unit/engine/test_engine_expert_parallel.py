@@ -105,7 +105,7 @@ def test_experts_of_a_gpu_leave_those_of_other_ranks_out(kind: str, tmp_path: Pa
         config = read_model(folder).with_expert_parallel(4, 4)
         assert config.experts is not None
         name = f"model.layers.{config.num_hidden_layers - 1}.{config.experts.names.block}.experts"
-        held = config.experts.held_by(tp.rank, tp.size, config.num_hidden_layers - 1)
+        held = config.experts.first_placement[tp.rank]
         with Checkpoint(folder) as checkpoint:
             device = torch.device("cpu")
             loader = Loader(checkpoint, tp, device, torch.bfloat16, None, "none", None, False, TorchOps())
@@ -122,7 +122,7 @@ def test_every_expert_is_held_once_and_groups_differ_by_one_at_most() -> None:
         whole = ExpertsConfig((True,), count, 2, 64, True)
         for size, groups in ((1, 1), (2, 2), (4, 2), (4, 4), (8, 4)):
             config = whole.in_groups(groups, size)
-            held = [config.held_by(rank, size, 0) for rank in range(size)]
+            held = [config.first_placement[config.group_of(rank, size)] for rank in range(size)]
             for rank in range(size):
                 assert held[rank] == held[rank * groups // size * (size // groups)], "the ranks of a group differ"
             of_groups = held[:: size // groups]

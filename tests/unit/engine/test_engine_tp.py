@@ -133,6 +133,18 @@ def test_collectives_sum_and_join_in_rank_order(run: Callable[..., list[Any]], d
         assert stacked.shape == (6, 3) and stacked[:, 0].tolist() == [1, 1, 2, 2, 3, 3]
 
 
+@pytest.mark.parametrize("run", [on_each_rank, _over_gloo], ids=["threads", "gloo"])
+def test_ranks_exchange_bytes_in_a_cycle_and_a_rank_without_a_partner_looks_on(run: Callable[..., list[Any]]) -> None:
+    """0 to 2, 2 to 1 and 1 to 0; 3 stays by itself."""
+    to, source = [2, 0, 1, 3], [1, 2, 0, 3]
+
+    def work(tp: TPGroup) -> list[int]:
+        sent = torch.full((0 if tp.rank == 3 else 5,), tp.rank, dtype=torch.uint8)
+        return tp.exchange(sent, to[tp.rank], source[tp.rank]).tolist()
+
+    assert run(4, work) == [[1] * 5, [2] * 5, [0] * 5, []]
+
+
 def test_a_group_of_one_needs_no_partner() -> None:
     group = make_process_group(dist.HashStore(), 0, 1, "cpu")
     tensor = torch.ones(3)
