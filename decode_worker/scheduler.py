@@ -160,8 +160,8 @@ class DecodeScheduler:
         """Gives each running sequence the blocks of its tokens; returns who was preempted for them."""
         preempted: list[Sequence] = []
         blocks = self._blocks
-        count, size = len(blocks.groups), blocks.block_size
-        short = [s for s in self._running if blocks.has_windows or s.num_tokens * count > len(s.block_table) * size]
+        size = blocks.block_size  # where nothing has a window there is one group
+        short = [s for s in self._running if blocks.has_windows or s.num_tokens > len(s.block_table) * size]
         for sequence in short:
             needed = num_missing(sequence, sequence.num_tokens, blocks)
             while needed > 0 and sequence not in preempted and not blocks.can_allocate(needed):
