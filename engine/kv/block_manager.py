@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, KeysView, MutableSequence, Sequence
-from itertools import islice
+from itertools import islice, takewhile
 
 from cluster import prefix_hash
 from cluster.errors import BatonError, InternalError
@@ -195,19 +195,21 @@ class BlockManager:
         if not self.enable_prefix_cache:
             return []
         everything = [known for known, group in zip(self._published, self.groups, strict=True) if group.window is None]
-        digests: list[bytes] = []
-        for digest in prefix_hash.prefix_hashes(token_ids, self.block_size, salt):
-            if any(digest not in known for known in everything):
-                break
-            digests.append(digest)
+        found = prefix_hash.prefix_hashes(token_ids, self.block_size, salt)
+        for known in everything:
+            found = takewhile(known.__contains__, found)
+        digests = list(found)
         if self.has_windows:
             del digests[self._num_usable(digests, num_landing) :]
         firsts = self._first_rows(max(len(digests) * self.block_size, num_landing))
-        table = [
-            known[digest] if row >= first else -1
-            for row, digest in enumerate(digests)
-            for known, first in zip(self._published, firsts, strict=True)
-        ]
+        if everything and len(self.groups) == 1:
+            table = [everything[0][digest] for digest in digests]
+        else:
+            table = [
+                known[digest] if row >= first else -1
+                for row, digest in enumerate(digests)
+                for known, first in zip(self._published, firsts, strict=True)
+            ]
         for block in self._there(table):
             self._cached.pop(block, None)
             self._refcounts[block] += 1
