@@ -23,11 +23,16 @@ class Tool:
     index: int = 0
     """Its place among the request's tools."""
 
-    def schema(self) -> dict[str, Any]:
-        """The schema as grammars take it: JSON is written as templates write it, with one space behind colons and
+    @property
+    def options(self) -> dict[str, Any]:
+        """How grammars take its schemas: JSON is written as templates write it, with one space behind colons and
         commas."""
-        options = {"whitespace_flexible": False, "lenient": not self.is_strict}
-        return {"type": "object", **self.parameters, "x-guidance": options}
+        separators = {"item_separator": ", ", "key_separator": ": "}
+        return {"whitespace_flexible": False, "lenient": not self.is_strict, **separators}
+
+    def schema(self) -> dict[str, Any]:
+        """The schema as grammars take it."""
+        return {"type": "object", **self.parameters, "x-guidance": self.options}
 
 
 class ToolFormat(ABC):
@@ -35,12 +40,12 @@ class ToolFormat(ABC):
 
     name: str
     """What `model.tool_format` calls it."""
-    begins: tuple[str, ...]
-    """Texts with which the first call begins; where one is a special token of the model, it is kept in the text."""
     marks: tuple[str, ...] = ()
-    """Further texts of calls that may be special tokens."""
+    """Texts of calls that may be special tokens; they are kept in the text."""
     is_at_start: bool = False
     """An answer is calls from its first character on, or text alone."""
+    key: str = ""
+    """The name of the arguments, where a call is a JSON object with which an answer begins, as other JSON may."""
 
     @abstractmethod
     def is_of(self, template: str) -> bool:
@@ -54,7 +59,8 @@ class ToolFormat(ABC):
         again behind it."""
 
     @abstractmethod
-    def calls(self, lark: Lark, tools: Sequence[Tool], *, is_single: bool) -> str:
-        """The grammar of all that follows the first of `begins`, up to the end of the last call: an expression of Lark.
+    def calls(self, lark: Lark, tools: Sequence[Tool], *, is_single: bool) -> Mapping[str, str]:
+        """The grammar of calls by the texts with which the first may begin, which no text has (`is_at_start`: begins
+        with): for each, an expression of Lark for all that follows it up to the end of the last call.
 
-        `is_single`: one call."""
+        `is_single`: one call. Raises ValueError for a schema that this format cannot follow."""

@@ -16,11 +16,10 @@ class Hermes(ToolFormat):
     """Nous Hermes 2 and 3, Qwen2.5 and Qwen3, and many that were trained on their outputs."""
 
     name = "hermes"
-    begins = (_BEGIN,)
-    marks = (_END,)
+    marks = (_BEGIN, _END)
 
     def is_of(self, template: str) -> bool:
-        return _BEGIN in template and not any(other in template for other in ("<function=", "<arg_key>"))
+        return _BEGIN in template
 
     def read(self, reader: OutputReader, tools: Mapping[str, Tool]) -> Reading[None]:
         while True:
@@ -30,7 +29,8 @@ class Hermes(ToolFormat):
             yield from reader.take_blanks()
             yield from reader.take(_END)
             reader.end_call()
+            yield from reader.take_blanks()
 
-    def calls(self, lark: Lark, tools: Sequence[Tool], *, is_single: bool) -> str:
+    def calls(self, lark: Lark, tools: Sequence[Tool], *, is_single: bool) -> Mapping[str, str]:
         rest = f'"\\n" {json_call(lark, tools)} "\\n" {lark.literal(_END)}'
-        return rest if is_single else f'{rest} ("\\n" {lark.literal(_BEGIN)} {rest})*'
+        return {_BEGIN: rest if is_single else f'{rest} ("\\n" {lark.literal(_BEGIN)} {rest})*'}

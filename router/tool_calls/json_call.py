@@ -1,11 +1,15 @@
-"""A call as one JSON object with the name and the arguments of the tool, as several formats write it."""
+"""A call as one JSON object with the name and the arguments of the tool, as several formats write it.
+
+`PlainJson` is the format of calls that are nothing else.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 
-from router.tool_calls.format import Tool
+from router.tool_calls.format import Tool, ToolFormat
 from router.tool_calls.lark import Lark
 from router.tool_calls.reader import Arguments, CallBegin, Garbled, OutputReader, Reading
 
@@ -38,7 +42,9 @@ def read_json_call(
                 reader.tell(CallBegin(name, call_id))
                 yield from reader.take_json(lambda piece: reader.tell(Arguments(piece)))
             else:
-                early = json.dumps((yield from reader.take_json()), ensure_ascii=False)
+                pieces: list[str] = []
+                yield from reader.take_json(pieces.append)
+                early = "".join(pieces)
         else:
             value = yield from reader.take_json()
             call_id = value if key == "id" and isinstance(value, str) else call_id
@@ -52,10 +58,74 @@ def read_json_call(
         reader.tell(CallBegin(name, call_id), Arguments("{}"))
 
 
-def json_call(lark: Lark, tools: Sequence[Tool], *, arguments: str = "arguments") -> str:
+def read_arguments(reader: OutputReader, begin: CallBegin) -> Reading[None]:
+    """Reads a JSON object, the arguments of a call, and tells both. Raises Garbled."""
+    if not (yield from reader.starts_with("{")):
+        raise Garbled
+    reader.tell(begin)
+    yield from reader.take_json(lambda piece: reader.tell(Arguments(piece)))
+
+
+def read_json_calls(reader: OutputReader, tools: Mapping[str, Tool], separator: str) -> Reading[None]:
+    """Reads calls with a separator between them, of which the first has begun, up to what follows the last one. Raises
+    Garbled."""
+    while True:
+        yield from reader.take_blanks()
+        yield from read_json_call(reader, tools)
+        reader.end_call()
+        yield from reader.take_blanks()
+        if not (yield from reader.starts_with(separator)):
+            return
+        reader.begin_call((yield from reader.take(separator)))
+
+
+def json_begin(tool: Tool, key: str) -> tuple[str, str]:
+    """What is before a tool's arguments, in two parts."""
+    return '{"name": ' + json.dumps(tool.name), f', "{key}": '
+
+
+def json_rest(lark: Lark, tool: Tool, key: str) -> str:
+    """The grammar of what follows the first part of `json_begin`."""
+    return f'{json.dumps(json_begin(tool, key)[1])} {lark.json(tool.schema())} "}}"'
+
+
+def json_call(lark: Lark, tools: Sequence[Tool], *, key: str = "arguments") -> str:
     """The grammar of the object: its name first, with one space behind each colon and comma."""
-    objects = []
-    for tool in tools:
-        begin = '{"name": ' + json.dumps(tool.name) + f', "{arguments}": '
-        objects.append(f'{json.dumps(begin)} {lark.json(tool.schema())} "}}"')
+    objects = [f'{json.dumps("".join(json_begin(tool, key)))} {lark.json(tool.schema())} "}}"' for tool in tools]
     return lark.rule("call", " | ".join(objects))
+
+
+class PlainJson(ToolFormat):
+    """An answer that is such an object, or a list of them."""
+
+    name = "json"
+    is_at_start = True
+    key = "arguments"
+
+    def is_of(self, template: str) -> bool:
+        return re.search(r"\btools\b", template) is not None
+
+    def read(self, reader: OutputReader, tools: Mapping[str, Tool]) -> Reading[None]:
+        try:
+            reader.begin_call()
+            yield from reader.take_blanks()
+            if (yield from reader.starts_with("[")):
+                yield from reader.take("[")
+                yield from read_json_calls(reader, tools, ",")
+                yield from reader.take("]")
+            else:
+                yield from read_json_call(reader, tools)
+                reader.end_call()
+            yield from reader.take_blanks()
+        except Garbled:
+            reader.drop_call()
+        yield from reader.read_rest()
+
+    def calls(self, lark: Lark, tools: Sequence[Tool], *, is_single: bool) -> Mapping[str, str]:
+        call = json_call(lark, tools, key=self.key)
+        more = "" if is_single else f'(", " {call})*'
+        found: dict[str, str] = {}
+        for tool in tools:
+            start, rest = json_begin(tool, self.key)[0], json_rest(lark, tool, self.key)
+            found |= {start: rest, f"[{start}": f'{rest} {more} "]"'}
+        return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -15,6 +15,8 @@ class Lark:
         """`special_ids`: the model's special tokens, which no text stands for."""
         self._special_ids = special_ids
         self._rules: dict[str, str] = {}
+        self._names: dict[str, str] = {}
+        """The names of rules by all else that they are."""
         longest_first = sorted(special_ids, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
@@ -35,32 +37,41 @@ class Lark:
         return " ".join(parts)
 
     def rule(self, name: str, body: str, options: str = "") -> str:
-        """Adds a rule under a name like this one, and returns its name. A name in capitals is a token's."""
-        number = 0
-        while (unique := f"{name}_{number}" if number else name) in self._rules:
-            number += 1
-        self._rules[unique] = f"{unique}{options}: {body}"
-        return unique
+        """Adds a rule under a name like this one, unless there is one with its body, and returns its name. A name in
+        capitals is a token's."""
+        key = f"{name}{options}: {body}"
+        if key not in self._names:
+            unique = f"{name}_{len(self._rules)}"
+            self._names[key], self._rules[unique] = unique, f"{unique}{options}: {body}"
+        return self._names[key]
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """A rule for the JSON of a schema."""
         return self.rule("json", f"%json {json.dumps(schema)}")
 
     def text_without(self, *marks: str) -> str:
-        """A token for any text, also none, in which no mark is. Special tokens are in no text."""
-        wrong = [mark for mark in marks if not self.is_special(mark)]
-        return self.rule("TEXT", " & ".join(["/(?s:.*)/", *(f"~/(?s:.*){_escaped(mark)}(?s:.*)/" for mark in wrong)]))
+        """A token for any text, also none, in which no mark is, be it written out."""
+        return self.rule(
+            "TEXT", " & ".join(["/(?s:.*)/", *([f"~/(?s:.*)({_any_of(marks)})(?s:.*)/"] if marks else [])])
+        )
 
-    def text_not_beginning(self, *marks: str) -> str:
-        """A token for any text, also none, that does not begin with a mark."""
-        wrong = [mark for mark in marks if not self.is_special(mark)]
-        return self.rule("TEXT", " & ".join(["/(?s:.*)/", *(f"~/{_escaped(mark)}(?s:.*)/" for mark in wrong)]))
+    def text_not_beginning(self, starts: Sequence[str], *marks: str) -> str:
+        """A token for any text, also none, that does not begin with one of `starts` and in which no mark is."""
+        return self.rule("TEXT", " & ".join([self.text_without(*marks), *_not_beginning(starts)]))
 
-    def text_up_to(self, mark: str) -> str:
-        """A rule for any text up to the first such mark, and it."""
+    def text_up_to(self, mark: str, *, starts: Sequence[str] = (), most_tokens: int | None = None) -> str:
+        """An expression for any text up to the first such mark, and it. The text begins with none of `starts`.
+        `most_tokens`: it has no more; a mark that has begun by then begins again."""
         if self.is_special(mark):
-            return self.rule("up_to", f"{self.text_without()} {self.literal(mark)}")
-        return self.rule("up_to", f"/(?s:.*){_escaped(mark)}/", "[lazy]")
+            text = self.text_not_beginning(starts, mark)
+            if most_tokens is not None:
+                text = self.rule("limited", text, f"[max_tokens={most_tokens}]")
+            return f"{text} {self.literal(mark)}"
+        if most_tokens is not None:
+            limited = self.rule("limited", "/(?s:.*)/", f"[max_tokens={most_tokens}, stop={json.dumps(mark)}]")
+            return f"{limited} {self.literal(mark)}"
+        text = self.rule("TEXT", " & ".join([f"/(?s:.*){_escaped(mark)}/", *_not_beginning(starts)]))
+        return self.rule("up_to", text, "[lazy]")
 
     def grammar(self, start: str) -> str:
         """The grammar whose outputs are `start`, as llguidance takes it."""
@@ -70,3 +81,11 @@ class Lark:
 
 def _escaped(text: str) -> str:
     return re.sub(r"([^\w<> ])", lambda found: f"\\x{ord(found[1]):02x}" if ord(found[1]) < 128 else found[1], text)
+
+
+def _any_of(texts: Sequence[str]) -> str:
+    return "|".join(map(_escaped, texts))
+
+
+def _not_beginning(starts: Sequence[str]) -> list[str]:
+    return [f"~/({_any_of(starts)})(?s:.*)/"] if starts else []

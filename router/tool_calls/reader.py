@@ -74,9 +74,16 @@ class OutputReader:
         """The first character of `_text` that was not read."""
         self._is_ended = False
         self._call: int | None = None
-        """Where in `_text` the open call began; None: no call is open."""
+        """Where in `_text` the open call goes on behind its mark; None: no call is open."""
+        self._mark = ""
+        """What of the open call was read before."""
+        self._blanks = ""
+        """White space that was read before the last mark."""
         self._held: list[Part] = []
         """Parts of the open call, until it is whole."""
+        self._is_told = False
+        """Pieces of the open call were told."""
+        self._ids: set[str] = set()
 
     def add(self, text: str, *, is_last: bool = False) -> None:
         if self._call is None:
@@ -86,8 +93,27 @@ class OutputReader:
 
     def tell(self, *parts: Part) -> None:
         for part in parts:
-            if not (isinstance(part, Text | Reasoning | Arguments) and not part.text):
-                (self.parts if self._call is None or self.streams_calls else self._held).append(part)
+            if isinstance(part, Text | Reasoning | Arguments) and not part.text:
+                continue
+            if isinstance(part, CallBegin):
+                if part.id in self._ids:  # clients find calls by their ids
+                    part = part._replace(id="")
+                self._ids.add(part.id)
+            if self._call is None:
+                self.parts.append(part)
+            elif self.streams_calls:
+                self.parts.append(part)
+                self._is_told = True
+            else:
+                self._held.append(part)
+
+    @property
+    def position(self) -> int:
+        """A place in the text that `go_back` takes while the same call is open."""
+        return self._at
+
+    def go_back(self, position: int) -> None:
+        self._at = position
 
     # Characters.
 
@@ -114,6 +140,15 @@ class OutputReader:
                 return text
         raise Garbled
 
+    def take_characters(self, number: int) -> Reading[str]:
+        """Reads so many characters."""
+        while len(self._text) < self._at + number:
+            if self._is_ended:
+                raise EndOfOutput
+            yield
+        self._at += number
+        return self._text[self._at - number : self._at]
+
     def take_blanks(self) -> Reading[None]:
         """Reads white space, up to something else."""
         while True:
@@ -137,26 +172,49 @@ class OutputReader:
         EndOfOutput."""
         before = ""
         while True:
-            piece, mark = yield from self._next_before(marks)
+            piece, mark = yield from self.take_some(*marks)
             before += piece
             if mark:
                 return before, mark
 
-    def take_json(self, tell: Callable[[str], None] | None = None) -> Reading[Any]:
-        """Reads one JSON value and returns it. `tell` gets its text piece by piece. Raises Garbled."""
-        text, depth, is_text, is_escaped, is_scalar = "", 0, False, False, False
+    def take_some(self, *marks: str) -> Reading[tuple[str, str]]:
+        """Reads and returns what is here and surely before each mark, and the mark if it is here; "" if not. Raises
+        EndOfOutput."""
         while True:
             yield from self.more()
-            begin = self._at
-            is_over = False
+            found = min(
+                ((at, -len(mark), mark) for mark in marks if (at := self._text.find(mark, self._at)) >= 0), default=None
+            )
+            if found is not None:
+                end, mark = found[0], found[2]
+            else:
+                end, mark = len(self._text) - (0 if self._is_ended else self._begun(marks)), ""
+            if end > self._at or mark:
+                piece = self._text[self._at : end]
+                self._at = end + len(mark)
+                return piece, mark
+            yield
+
+    def take_json(self, tell: Callable[[str], None] | None = None) -> Reading[Any]:
+        """Reads one JSON value and returns it. `tell` gets its text piece by piece; control characters in strings,
+        which JSON has not and models write, are escaped in it. Raises Garbled."""
+        text, depth, is_text, is_escaped, is_scalar, is_over = "", 0, False, False, False, False
+        while not is_over:
+            yield from self.more()
+            pieces, begin = [], self._at
             while self._at < len(self._text) and not is_over:
                 sign = self._text[self._at]
                 if is_text:
+                    if sign < " ":
+                        if is_escaped:
+                            raise Garbled
+                        pieces += [self._text[begin : self._at], f"\\u{ord(sign):04x}"]
+                        begin = self._at + 1
                     is_text = is_escaped or sign != '"'
                     is_escaped = sign == "\\" and not is_escaped
                     is_over = not is_text and depth == 0
                 elif is_scalar:
-                    if sign in ",]}:" or sign in _BLANKS or sign == "<":
+                    if sign in ",]}:)<" or sign in _BLANKS:
                         is_over = True
                         break
                 elif sign == '"':
@@ -171,21 +229,20 @@ class OutputReader:
                 elif depth == 0 and sign not in _BLANKS:
                     is_scalar = True
                 self._at += 1
-            piece = self._text[begin : self._at]
+            piece = "".join([*pieces, self._text[begin : self._at]])
             text += piece
             if tell is not None and piece:
                 tell(piece)
-            if is_over:
-                try:
-                    return json.loads(text, strict=False)
-                except ValueError as error:
-                    raise Garbled from error
+        try:
+            return json.loads(text, parse_constant=_refuse)
+        except (ValueError, RecursionError) as error:
+            raise Garbled from error
 
     # Text and thinking.
 
     def read_text(self, *marks: str) -> Reading[str]:
         """Tells text up to the first of these marks, reads it, and returns which it was. White space before a mark
-        belongs to it. Raises EndOfOutput, when all text was told."""
+        belongs to it, and is text where the mark begins no call. Raises EndOfOutput, when all text was told."""
         return (yield from self._read_up_to(marks, Text))
 
     def read_reasoning(self, *marks: str) -> Reading[str]:
@@ -203,33 +260,17 @@ class OutputReader:
         blanks = ""
         try:
             while True:
-                piece, mark = yield from self._next_before(marks)
+                piece, mark = yield from self.take_some(*marks)
                 piece = blanks + piece
                 kept = piece.rstrip(_BLANKS)
                 blanks = piece[len(kept) :]
                 self.tell(kind(kept))
                 if mark:
+                    self._blanks = blanks
                     return mark
         except EndOfOutput:
             self.tell(kind(blanks))
             raise
-
-    def _next_before(self, marks: Sequence[str]) -> Reading[tuple[str, str]]:
-        """The text that is here and surely before each mark, and the mark if it is here; "" if not. Both are read."""
-        while True:
-            yield from self.more()
-            found = min(
-                ((at, -len(mark), mark) for mark in marks if (at := self._text.find(mark, self._at)) >= 0), default=None
-            )
-            if found is not None:
-                end, mark = found[0], found[2]
-            else:
-                end, mark = len(self._text) - (0 if self._is_ended else self._begun(marks)), ""
-            if end > self._at or mark:
-                piece = self._text[self._at : end]
-                self._at = end + len(mark)
-                return piece, mark
-            yield
 
     def _begun(self, marks: Sequence[str]) -> int:
         """Characters at the end that may be the begin of a mark."""
@@ -243,8 +284,9 @@ class OutputReader:
     # Calls.
 
     def begin_call(self, mark: str = "") -> None:
-        """What follows is a call, which begins with `mark`, just read."""
-        self._call, self._held = self._at - len(mark), []
+        """What follows is a call, of which `mark` was read."""
+        self._call, self._held, self._is_told = self._at, [], False
+        self._mark, self._blanks = self._blanks + mark, ""
 
     def end_call(self) -> None:
         """The open call is whole, and told."""
@@ -256,6 +298,11 @@ class OutputReader:
         """The open call is none: what was read of it is text, unless pieces of it were told."""
         if self._call is None:
             return
-        text = "" if self.streams_calls else self._text[self._call : self._at]
+        text = "" if self._is_told else self._mark + self._text[self._call : self._at]
         self._call, self._held = None, []
         self.tell(Text(text))
+
+
+def _refuse(constant: str) -> None:
+    """NaN and infinities are no JSON."""
+    raise ValueError(constant)

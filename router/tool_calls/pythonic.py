@@ -1,0 +1,158 @@
+"""Pythonic calls: an answer that is a list of Python's calls with keyword arguments, as Llama 3.2 and 4 write them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+
+from router.tool_calls.arguments import properties_of, schema_of, separated, tell_argument, tell_end, tell_key, types_of
+from router.tool_calls.format import Tool, ToolFormat
+from router.tool_calls.lark import Lark
+from router.tool_calls.reader import CallBegin, Garbled, OutputReader, Reading
+
+_BEGIN, _END = "<|python_start|>", "<|python_end|>"
+_DEEPEST = 64
+_NOT_IN_NAMES = "=(){}[],:;'\"\\ \t\r\n"
+_WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+_ESCAPES = {"n": "\\n", "t": "\\t", "r": "\\r", "b": "\\b", "f": "\\f", "\\": "\\\\", "'": "'", '"': '\\"', "/": "/"}
+_ESCAPES |= {"a": "\\u0007", "v": "\\u000b", "0": "\\u0000", "\n": ""}
+_HEX = {"x": 2, "u": 4, "U": 8}
+
+
+class Pythonic(ToolFormat):
+    """Values are Python's or JSON's; they are told as JSON."""
+
+    name = "pythonic"
+    marks = (_BEGIN, _END)
+    is_at_start = True
+
+    def is_of(self, template: str) -> bool:
+        return re.search(r"\[\s*func(tion)?_?(name)?_?1?\(|tool_call\.name \+ '\('", template) is not None
+
+    def read(self, reader: OutputReader, tools: Mapping[str, Tool]) -> Reading[None]:
+        try:
+            reader.begin_call()
+            yield from reader.take_blanks()
+            if (yield from reader.starts_with(_BEGIN)):
+                yield from reader.take(_BEGIN)
+                yield from reader.take_blanks()
+            mark = yield from reader.take("[")
+            while mark != "]":
+                yield from reader.take_blanks()
+                name = (yield from reader.take_while(lambda sign: sign not in "([{\"'")).strip()
+                yield from reader.take("(")
+                if name not in tools:
+                    raise Garbled
+                reader.tell(CallBegin(name))
+                yield from _read_arguments(reader)
+                reader.end_call()
+                yield from reader.take_blanks()
+                mark = yield from reader.take(",", "]")
+                if mark == ",":
+                    reader.begin_call(mark)
+            yield from reader.take_blanks()
+            if (yield from reader.starts_with(_END)):
+                yield from reader.take(_END)
+        except Garbled:
+            reader.drop_call()
+        yield from reader.read_rest()
+
+    def calls(self, lark: Lark, tools: Sequence[Tool], *, is_single: bool) -> Mapping[str, str]:
+        rests = {f"{tool.name}(": f'{_arguments(lark, tool)} ")"'.strip() for tool in tools}
+        call = lark.rule("call", " | ".join(f"{json.dumps(begin)} {rest}" for begin, rest in rests.items()))
+        more = "" if is_single else f'(", " {call})*'
+        return {f"[{begin}": f'{rest} {more} "]"' for begin, rest in rests.items()}
+
+
+def _arguments(lark: Lark, tool: Tool) -> str:
+    given = []
+    for name, (schema, is_required) in properties_of(tool, without=_NOT_IN_NAMES).items():
+        is_plain = types_of(tool, schema) == {"boolean"} and set(schema) <= {"type", "description", "title", "default"}
+        value = '("True" | "False")' if is_plain else lark.json(schema_of(tool, schema))
+        given.append((f"{json.dumps(f'{name}=')} {value}", is_required))
+    return separated(lark, given, ", ")
+
+
+def _read_arguments(reader: OutputReader) -> Reading[None]:
+    """Reads keyword arguments and the closing bracket, and tells them."""
+    seen: dict[str, None] = {}
+    yield from reader.take_blanks()
+    mark = "," if not (yield from reader.starts_with(")")) else (yield from reader.take(")"))
+    while mark == ",":
+        yield from reader.take_blanks()
+        name = yield from reader.take_while(lambda sign: sign not in _NOT_IN_NAMES)
+        if not name:
+            raise Garbled
+        yield from reader.take_blanks()
+        yield from reader.take("=")
+        yield from reader.take_blanks()
+        tell_key(reader, name, seen)
+        yield from _read_value(reader, _DEEPEST)
+        yield from reader.take_blanks()
+        mark = yield from reader.take(",", ")")
+    tell_end(reader, seen)
+
+
+def _read_value(reader: OutputReader, depth: int) -> Reading[None]:
+    """Reads a literal and tells it as JSON."""
+    if depth == 0:
+        raise Garbled
+    for sign in ('"', "'"):
+        if (yield from reader.starts_with(sign)):
+            yield from _read_string(reader)
+            return
+    for begin, end in ("[]", "{}"):
+        if (yield from reader.starts_with(begin)):
+            yield from _read_items(reader, begin, end, depth)
+            return
+    word = yield from reader.take_while(lambda sign: sign.isalnum() or sign in "+-._")
+    if word not in _WORDS and not _NUMBER.fullmatch(word):
+        raise Garbled
+    tell_argument(reader, _WORDS.get(word, word))
+
+
+def _read_items(reader: OutputReader, begin: str, end: str, depth: int) -> Reading[None]:
+    yield from reader.take(begin)
+    tell_argument(reader, begin)
+    yield from reader.take_blanks()
+    is_first = True
+    while not (yield from reader.starts_with(end)):
+        if not is_first:
+            yield from reader.take(",")
+            yield from reader.take_blanks()
+            tell_argument(reader, ", ")
+        if begin == "{":
+            yield from _read_string(reader)
+            yield from reader.take_blanks()
+            yield from reader.take(":")
+            yield from reader.take_blanks()
+            tell_argument(reader, ": ")
+        yield from _read_value(reader, depth - 1)
+        yield from reader.take_blanks()
+        is_first = False
+    yield from reader.take(end)
+    tell_argument(reader, end)
+
+
+def _read_string(reader: OutputReader) -> Reading[None]:
+    quote = yield from reader.take('"', "'")
+    tell_argument(reader, '"')
+    mark = ""
+    while mark != quote:
+        text, mark = yield from reader.take_some(quote, "\\")
+        tell_argument(reader, json.dumps(text, ensure_ascii=False)[1:-1])
+        if mark == "\\":
+            sign = yield from reader.take_characters(1)
+            if sign in _ESCAPES:
+                tell_argument(reader, _ESCAPES[sign])
+            elif sign in _HEX:
+                digits = yield from reader.take_characters(_HEX[sign])
+                if not re.fullmatch("[0-9a-fA-F]+", digits) or int(digits, 16) > 0x10FFFF:
+                    raise Garbled
+                escape = f"\\u{digits}" if sign == "u" else json.dumps(chr(int(digits, 16)))[1:-1]
+                tell_argument(reader, escape)  # surrogates stay in pairs, as JSON has them
+            else:
+                raise Garbled
+    tell_argument(reader, '"')
