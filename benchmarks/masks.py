@@ -2,10 +2,13 @@
 
     python -m benchmarks.masks [--threads 1] [--rounds 400]
     python -m benchmarks.masks --vocab-size 128000      # random tokens, and a GPU's step: the processor waits for it
+    python -m benchmarks.masks --vocab-size 128000 --tools      # what grammars of calls cost: a table
 
 The arms take turns, step by step: no constraint, llguidance between step and sampler, and Baton's own way, in which
 processes compute the masks beside the step. Both constrained arms must choose the same tokens. With `--vocab-size` it
-is the time of the engine's thread alone, beside a step of 5 ms in which it sleeps.
+is the time of the engine's thread alone, beside a step of `--step-ms` in which it sleeps, and what that adds to it.
+The table has the processor time of compiling and of each mask, which other programs change little, and the memory that
+a grammar's process has for itself when it has followed some outputs.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ import json
 import statistics
 import string
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -26,6 +30,7 @@ import torch
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from cluster.grammar import GrammarLimits, GrammarProcesses
 from engine.kv.block_manager import BlockManager
 from engine.model_runner import ModelRunner
 from engine.sampling.constraint import Constrainer
@@ -33,10 +38,13 @@ from engine.sampling.params import SampleRow, SamplingParams
 from engine.sampling.sampler import Sampler
 from engine.step_input import SequenceSlice, build_step
 from engine.tp import SingleGroup
+from router.tool_calls.format import Tool
+from router.tool_calls.output import OutputForm
+from router.tool_calls.registry import TOOL_FORMATS, thinking_of
 
 MODEL = Path(__file__).resolve().parent.parent / "models" / "tiny-shakespeare"
 VOCAB_SIZE, EOS, BLOCK_SIZE, FIRST_ROUNDS = 1024, 0, 16, 50
-STEP_S = 0.005
+TABLE_TOKENS, TABLE_OUTPUTS = 200, 4
 
 
 class InlineConstraint:
@@ -113,26 +121,33 @@ def random_tokenizer(vocab_size: int) -> str:
     return str(tokenizer.to_str())
 
 
-def measure_thread(batch: int, is_shared: bool, rounds: int, constrainer: Constrainer, vocabulary: LLTokenizer) -> str:
+def measure_thread(
+    batch: int, is_shared: bool, rounds: int, constrainer: Constrainer, vocabulary: LLTokenizer, step_s: float
+) -> str:
     """The time of the engine's thread, in two arms that choose the same tokens."""
     grammars = [grammar(0 if is_shared else i) for i in range(batch)]
     ahead = [constrainer.new(text) for text in grammars]
     inline = [InlineConstraint(vocabulary, text) for text in grammars]
     outputs: list[list[int]] = [[] for _ in grammars]
     taken: dict[str, list[float]] = {"inline": [], "ahead": []}
+    steps: dict[str, list[float]] = {"free": [], "ahead": []}
     random = Random(2)
     for _ in range(rounds):
         began = time.perf_counter()
+        time.sleep(step_s)
+        steps["free"].append(time.perf_counter() - began)
+        step_began = began = time.perf_counter()
         for constraint, output in zip(ahead, outputs, strict=True):
             constraint.ask(0, output)
         for constraint in ahead:
             constraint.flush()
         asked_s = time.perf_counter() - began
-        time.sleep(STEP_S)
+        time.sleep(step_s)
         began = time.perf_counter()
         masks = [constraint.allowed(0, output, [EOS]) for constraint, output in zip(ahead, outputs, strict=True)]
         taken["ahead"].append(asked_s + time.perf_counter() - began)
-        time.sleep(STEP_S)
+        steps["ahead"].append(time.perf_counter() - step_began)
+        time.sleep(step_s)
         began = time.perf_counter()
         same = [constraint.allowed(0, output, [EOS]) for constraint, output in zip(inline, outputs, strict=True)]
         taken["inline"].append(time.perf_counter() - began)
@@ -144,7 +159,76 @@ def measure_thread(batch: int, is_shared: bool, rounds: int, constrainer: Constr
                 raise AssertionError("an object ended: use fewer rounds")
     medians = ", ".join(f"{name} {1000 * statistics.median(seconds):.2f} ms" for name, seconds in taken.items())
     ratio = statistics.median(a / b for a, b in zip(taken["ahead"], taken["inline"], strict=True))
-    return f"{batch} rows, {'one grammar' if is_shared else 'a grammar each'}: {medians}; ahead/inline {ratio:.2f}"
+    slower = statistics.median(a / b for a, b in zip(steps["ahead"], steps["free"], strict=True)) - 1
+    which = "one grammar" if is_shared else "a grammar each"
+    step = f"a step of {1000 * step_s:g} ms {100 * slower:.1f} % longer"
+    return f"{batch} rows, {which}: {medians}; ahead/inline {ratio:.2f}; {step}"
+
+
+def tool_grammars() -> dict[str, str]:
+    """Grammars of calls, by what they are."""
+
+    def tool(number: int) -> Tool:
+        text, path = {"type": "string"}, {"type": "string", "maxLength": 200}
+        point = {"type": "object", "properties": {"line": {"type": "integer"}, "why": text}, "required": ["line"]}
+        properties = {
+            "path": path,
+            "mode": {"enum": ["read", "write", "append"]},
+            "text": text,
+            "recursive": {"type": "boolean"},
+            "marks": {"type": "array", "items": point},
+        }
+        return Tool(f"tool_{number}", {"type": "object", "properties": properties, "required": ["path", "mode"]})
+
+    thinking, formats = thinking_of("<think>"), {each.name: each for each in TOOL_FORMATS}
+    found = {"a JSON schema with 3 keys": grammar(0)}
+    for name in ("hermes", "qwen3_coder", "pythonic", "harmony"):
+        for count in (1, 16, 128):
+            tools = {f"tool_{number}": tool(number) for number in range(count)}
+            form = OutputForm(tools, formats[name], must_call=True)
+            found[f"{name}, {count} tools"] = form.grammar({}) or ""
+    form = OutputForm({"tool_0": tool(0)}, formats["hermes"], thinking=thinking, is_thinking=True)
+    found["free text up to a call, after thinking"] = form.grammar({}) or ""
+    form = OutputForm({}, thinking=thinking, is_thinking=True, most_thinking_tokens=10_000)
+    found["free text, a budget of thinking"] = form.grammar({}) or ""
+    return found
+
+
+def print_table(vocabulary: LLTokenizer, definition: str, size: int) -> None:
+    """Random outputs of each grammar, followed in this process for their time and in another for its memory."""
+    processes = GrammarProcesses(lambda: definition, size, GrammarLimits(compile_s=60.0, follow_s=10.0))
+    print("grammar | compiled in ms | µs a mask: median | 99th | longest | MiB")
+    for name, text in tool_grammars().items():
+        began = time.thread_time()
+        start = LLMatcher(vocabulary, text, log_level=0)
+        compile_s = time.thread_time() - began
+        assert not start.is_error(), start.get_error()
+        process, random, taken = processes.compile(text), Random(name), list[float]()
+        for _ in range(TABLE_OUTPUTS):
+            matcher, key, output = start.deep_copy(), process.new_key(), list[int]()
+            while len(output) < TABLE_TOKENS and not matcher.is_stopped():
+                began = time.thread_time()
+                bits = matcher.compute_bitmask()
+                taken.append(time.thread_time() - began)
+                row = process.ask(key, max(0, len(output) - 1), output[-1:])
+                assert row is not None
+                process.answer(row)
+                allowed = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=size, bitorder="little")
+                allowed[vocabulary.eos_tokens] = 0
+                if not allowed.any():
+                    break
+                output.append(int(random.choice(np.flatnonzero(allowed))))
+                matcher.consume_token(output[-1])
+        rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text("utf-8")
+        private = sum(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Private_"))
+        process.close()
+        taken.sort()
+        at = [1e6 * taken[int(share * (len(taken) - 1))] for share in (0.5, 0.99, 1.0)]
+        print(
+            f"{name} | {1000 * compile_s:.1f} | {at[0]:.0f} | {at[1]:.0f} | {at[2]:.0f} | {private / 1024:.1f}",
+            flush=True,
+        )
+    processes.close()
 
 
 def measure(batch: int, is_shared: bool, rounds: int, constrainer: Constrainer, vocabulary: LLTokenizer) -> str:
@@ -174,12 +258,20 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=400)
     parser.add_argument("--vocab-size", type=int)
+    parser.add_argument("--step-ms", type=float, default=5.0)
+    parser.add_argument("--tools", action="store_true", help="a table of grammars of calls, and nothing else")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    size, definition, run = VOCAB_SIZE, (MODEL / "tokenizer.json").read_text("utf-8"), measure
+    run: Callable[..., str] = measure
+    size, definition = VOCAB_SIZE, (MODEL / "tokenizer.json").read_text("utf-8")
     if given.vocab_size is not None:
-        size, definition, run = given.vocab_size, random_tokenizer(given.vocab_size), measure_thread
-    vocabulary, constrainer = LLTokenizer(definition, n_vocab=size), Constrainer(lambda: definition, size)
+        size, definition = given.vocab_size, random_tokenizer(given.vocab_size)
+        run = partial(measure_thread, step_s=given.step_ms / 1000)
+    vocabulary = LLTokenizer(definition, n_vocab=size)
+    if given.tools:
+        print_table(vocabulary, definition, size)
+        return
+    constrainer = Constrainer(lambda: definition, size)
     for batch in (8, 32):
         for is_shared in (True, False):
             print(run(batch, is_shared, given.rounds, constrainer, vocabulary), flush=True)
