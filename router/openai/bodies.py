@@ -76,7 +76,7 @@ def _check_number(items: Any, most: int, what: str) -> None:
         raise PydanticCustomError("too_many", "at most {most} {what} are allowed (got {number})", numbers)
 
 
-def _at_most(most: int, what: str) -> BeforeValidator:
+def at_most(most: int, what: str) -> BeforeValidator:
     """Refuses a list or an object with more entries before any of them is looked at."""
 
     def check(found: Any) -> Any:
@@ -98,7 +98,7 @@ Items = Annotated[list[T], Field(fail_fast=True)]
 """A list of which one wrong entry is reported."""
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     @model_validator(mode="before")
@@ -115,10 +115,10 @@ Message = Annotated[
     ),
 ]
 """The chat template decides what else a message may have."""
-Messages = Annotated[Items[Message], _at_most(MOST_MESSAGES, "messages")]
+Messages = Annotated[Items[Message], at_most(MOST_MESSAGES, "messages")]
 
 
-class Function(_Body):
+class Function(Body):
     """A function that the model may call."""
 
     name: str
@@ -128,57 +128,57 @@ class Function(_Body):
     strict: bool | None = None
 
 
-class ToolBody(_Body):
+class ToolBody(Body):
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(_Body):
+class NamedFunction(Body):
     name: str
 
 
-class NamedTool(_Body):
+class NamedTool(Body):
     type: Literal["function"]
     function: NamedFunction
 
 
-class SomeTools(_Body):
+class SomeTools(Body):
     mode: Literal["auto", "required"]
     tools: Items[NamedTool]
 
 
-class AllowedTools(_Body):
+class AllowedTools(Body):
     """Some of the tools."""
 
     type: Literal["allowed_tools"]
     allowed_tools: SomeTools
 
 
-Tools = Annotated[Items[ToolBody], _at_most(MOST_TOOLS, "tools")]
+Tools = Annotated[Items[ToolBody], at_most(MOST_TOOLS, "tools")]
 ToolChoice = Literal["auto", "none", "required"] | NamedTool | AllowedTools
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _AT_LEAST_ONE: dict[str, Any] = {"minItems": 1}
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     include_usage: bool = False
     include_obfuscation: bool = False
     """Without effect: chunks are not padded."""
 
 
-class JsonSchema(_Body):
+class JsonSchema(Body):
     name: str
     description: str | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
-class ResponseFormat(_Body):
+class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class StructuredOutputs(_Body):
+class StructuredOutputs(Body):
     """A constraint on the whole output, as vLLM's clients write it."""
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
@@ -188,7 +188,7 @@ class StructuredOutputs(_Body):
     json_object: bool | None = None
 
 
-class _Sampling(_Body):
+class _Sampling(Body):
     """Fields of both kinds of completions: OpenAI's, then those of other servers that Baton has, too."""
 
     model: str
@@ -201,7 +201,7 @@ class _Sampling(_Body):
     max_tokens: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float], _at_most(MOST_BIASED_TOKENS, "entries")] | None = None
+    logit_bias: Annotated[dict[str, float], at_most(MOST_BIASED_TOKENS, "entries")] | None = None
     seed: int | None = None
 
     top_k: int | None = None
@@ -271,7 +271,7 @@ def _exactly_one(*names: str) -> dict[str, Any]:
     return {"oneOf": [{"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in names]}
 
 
-class TokenizeBody(_Body):
+class TokenizeBody(Body):
     """POST /tokenize."""
 
     model_config = ConfigDict(json_schema_extra=_exactly_one("prompt", "messages"))
@@ -284,29 +284,29 @@ class TokenizeBody(_Body):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class DetokenizeBody(_Body):
+class DetokenizeBody(Body):
     """POST /detokenize."""
 
     model: str = ""
     tokens: Items[int]
 
 
-class ExpiresAfter(_Body):
+class ExpiresAfter(Body):
     anchor: Literal["created_at"]
     seconds: int = Field(ge=LEAST_KEPT_S, le=KEPT_S)
 
 
-class BatchBody(_Body):
+class BatchBody(Body):
     """POST /v1/batches."""
 
     input_file_id: str
     endpoint: Literal["/v1/chat/completions", "/v1/completions"]
     completion_window: Literal["24h"]
-    metadata: Annotated[dict[str, str], _at_most(MOST_METADATA, "pairs")] | None = None
+    metadata: Annotated[dict[str, str], at_most(MOST_METADATA, "pairs")] | None = None
     output_expires_after: ExpiresAfter | None = None
 
 
-class UploadBody(_Body):
+class UploadBody(Body):
     """POST /v1/files, the parts of a multipart body."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -317,7 +317,7 @@ class UploadBody(_Body):
     seconds: int | None = Field(default=None, alias="expires_after[seconds]", ge=LEAST_KEPT_S, le=KEPT_S)
 
 
-class FilesQuery(_Body):
+class FilesQuery(Body):
     """GET /v1/files."""
 
     after: str | None = None
@@ -326,7 +326,7 @@ class FilesQuery(_Body):
     purpose: str | None = None
 
 
-class BatchesQuery(_Body):
+class BatchesQuery(Body):
     """GET /v1/batches."""
 
     after: str | None = None
