@@ -11,8 +11,6 @@ from typing import Annotated, Any, Generic, Literal, NotRequired, TypeVar
 from pydantic import ConfigDict, Field, with_config
 from typing_extensions import TypedDict  # pydantic does not take typing's before Python 3.12
 
-from router.batches.store import BatchStatus, FilePurpose
-
 T = TypeVar("T")
 Count = Annotated[int, Field(ge=0)]
 FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
@@ -241,68 +239,6 @@ class StatusAnswer(TypedDict):
 @closed
 class VersionAnswer(TypedDict):
     version: str
-
-
-@closed
-class FileAnswer(TypedDict):
-    id: str
-    object: Literal["file"]
-    bytes: Count
-    created_at: Count
-    expires_at: Count
-    filename: str
-    purpose: FilePurpose
-    status: Literal["processed"]
-
-
-@closed
-class DeletedFile(TypedDict):
-    id: str
-    object: Literal["file"]
-    deleted: bool
-
-
-class ProblemAnswer(TypedDict):
-    code: str
-    message: str
-    line: Count | None
-    param: str | None
-
-
-class ProblemsAnswer(TypedDict):
-    object: Literal["list"]
-    data: list[ProblemAnswer]
-
-
-class LineCounts(TypedDict):
-    total: Count
-    completed: Count
-    failed: Count
-
-
-@closed
-class BatchAnswer(TypedDict):
-    id: str
-    object: Literal["batch"]
-    endpoint: str
-    errors: ProblemsAnswer | None
-    input_file_id: str
-    completion_window: str
-    status: BatchStatus
-    output_file_id: str | None
-    error_file_id: str | None
-    created_at: Count
-    expires_at: Count
-    in_progress_at: Count | None
-    finalizing_at: Count | None
-    cancelling_at: Count | None
-    completed_at: Count | None
-    failed_at: Count | None
-    cancelled_at: Count | None
-    expired_at: Count | None
-    request_counts: LineCounts
-    usage: dict[str, Any] | None
-    metadata: dict[str, str] | None
 
 
 @closed

@@ -15,9 +15,10 @@ from cluster.errors import FieldViolation, NotFound
 from router.api.call import Principal
 from router.api.violations import Violations, invalid
 from router.batches.store import CANCELLING, DAY_S, KEPT_S, Batch, BatchStore, StoredFile, StoredRecord, new_batch_id
-from router.openai.answers import BatchAnswer, Page, ProblemAnswer
+from router.openai.answers import Page
 from router.openai.bodies import BatchBody, BatchesQuery
 from router.openai.errors import HttpFailure
+from router.openai.file_answers import BatchAnswer, ProblemAnswer
 from router.openai.files import (
     MOST_KEPT_BATCHES,
     MOST_OPEN_BATCHES,

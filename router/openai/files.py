@@ -33,9 +33,10 @@ from router.batches.store import (
     new_file_id,
     pieces_of,
 )
-from router.openai.answers import DeletedFile, FileAnswer, Page
+from router.openai.answers import Page
 from router.openai.bodies import MOST_FILES, FilesQuery, UploadBody
 from router.openai.errors import HttpFailure
+from router.openai.file_answers import DeletedFile, FileAnswer
 from router.openai.http import BYTES, CALLS, HAS_BODY, Handler, Operation, checked_texts, log, parts_of
 
 LONGEST_FILENAME = 255
