@@ -3,7 +3,7 @@
     record:ID               hash: kind, tenant, data, ends_at, version, size
     list:KIND:TENANT, open  sorted sets of ids, in the order in which they were added
     open:TENANT             set of ids of the tenant's open batches
-    bytes                   hash: bytes of each tenant's files
+    bytes, bytes:response   hashes: bytes of each tenant's files, and of its responses
     ends                    sorted set of ids, by when they may be swept away
     pieces:ID               hash: the pieces of a file by number; it ends by itself until its file is added
     claim:ID                hash: owner, epoch, until_ms, and how many lines have a good and a bad answer
@@ -35,8 +35,12 @@ local function is_held(p, batch_id, owner, epoch)
   return claim[1] == owner and claim[2] == epoch
 end
 """
+_SIZES = """
+local function sizes(p, kind) return p .. (kind == 'response' and 'bytes:response' or 'bytes') end
+"""
 _ADD = (
     _IF_HELD
+    + _SIZES
     + """
 local p, id, kind, tenant, data, ends_at, version, size, most_bytes, most, most_open, batch_id, owner, epoch =
   KEYS[1], unpack(ARGV)
@@ -48,10 +52,10 @@ if most ~= '' then
   if kind == 'upload' then count = redis.call('ZCARD', p .. 'list:file:' .. tenant) end
   if count + redis.call('ZCARD', list) >= tonumber(most) then return 0 end
   if kind == 'batch' and redis.call('SCARD', p .. 'open:' .. tenant) >= tonumber(most_open) then return 0 end
-  local bytes = tonumber(redis.call('HGET', p .. 'bytes', tenant) or 0)
-  if kind == 'upload' and bytes + more > tonumber(most_bytes) then return 0 end
+  local bytes = tonumber(redis.call('HGET', sizes(p, kind), tenant) or 0)
+  if kind ~= 'batch' and bytes + more > tonumber(most_bytes) then return 0 end
 end
-if more ~= 0 then redis.call('HINCRBY', p .. 'bytes', tenant, more) end
+if more ~= 0 then redis.call('HINCRBY', sizes(p, kind), tenant, more) end
 if held[1] == 'upload' then redis.call('ZREM', p .. 'list:upload:' .. tenant, id) end
 redis.call('HSET', p .. 'record:' .. id, 'kind', kind, 'tenant', tenant, 'data', data, 'ends_at', ends_at,
   'version', version, 'size', size)
@@ -68,17 +72,23 @@ return 1
 )
 _REPLACE = (
     _IF_HELD
+    + _SIZES
     + """
-local p, id, tenant, data, ends_at, version, batch_id, owner, epoch = KEYS[1], unpack(ARGV)
+local p, id, tenant, data, ends_at, version, size, batch_id, owner, epoch = KEYS[1], unpack(ARGV)
 if not is_held(p, batch_id, owner, epoch) then return 0 end
-local held = redis.call('HMGET', p .. 'record:' .. id, 'version', 'tenant')
+local held = redis.call('HMGET', p .. 'record:' .. id, 'version', 'tenant', 'kind', 'size')
 if held[1] ~= version or held[2] ~= tenant then return 0 end
-redis.call('HSET', p .. 'record:' .. id, 'data', data, 'ends_at', ends_at, 'version', tonumber(version) + 1)
+local more = tonumber(size) - tonumber(held[4] or 0)
+if more ~= 0 then redis.call('HINCRBY', sizes(p, held[3]), tenant, more) end
+redis.call('HSET', p .. 'record:' .. id, 'data', data, 'ends_at', ends_at, 'version', tonumber(version) + 1,
+  'size', size)
 redis.call('ZADD', p .. 'ends', ends_at, id)
 return 1
 """
 )
-_REMOVE = """
+_REMOVE = (
+    _SIZES
+    + """
 local p, kind, tenant, id = KEYS[1], unpack(ARGV)
 local held = redis.call('HMGET', p .. 'record:' .. id, 'kind', 'tenant', 'size')
 if held[1] ~= kind or held[2] ~= tenant then
@@ -88,10 +98,11 @@ end
 redis.call('UNLINK', p .. 'record:' .. id, p .. 'pieces:' .. id)
 redis.call('ZREM', p .. 'list:' .. kind .. ':' .. tenant, id)
 redis.call('SREM', p .. 'open:' .. tenant, id)
-if tonumber(held[3] or 0) > 0 then redis.call('HINCRBY', p .. 'bytes', tenant, -held[3]) end
+if tonumber(held[3] or 0) > 0 then redis.call('HINCRBY', sizes(p, kind), tenant, -held[3]) end
 redis.call('ZREM', p .. 'ends', id)
 return 1
 """
+)
 _CLAIM = """
 local p, id, owner, ttl_ms = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3])
 local record = redis.call('HMGET', p .. 'record:' .. id, 'kind', 'tenant', 'data', 'ends_at', 'version')
@@ -158,7 +169,7 @@ _PIECE = (
 local p, id, number, data, ttl_s, batch_id, owner, epoch = KEYS[1], unpack(ARGV)
 if not is_held(p, batch_id, owner, epoch) then return 0 end
 redis.call('HSET', p .. 'pieces:' .. id, number, data)
-redis.call('EXPIRE', p .. 'pieces:' .. id, ttl_s)
+if redis.call('EXISTS', p .. 'record:' .. id) == 0 then redis.call('EXPIRE', p .. 'pieces:' .. id, ttl_s) end
 return 1
 """
 )
@@ -201,7 +212,7 @@ class RedisBatchStore:
         return [record for record in records if record is not None]
 
     async def replace(self, record: StoredRecord, claim: BatchClaim | None = None) -> bool:
-        values = (record.record_id, record.tenant, record.data, record.ends_at, record.version)
+        values = (record.record_id, record.tenant, record.data, record.ends_at, record.version, record.size_bytes)
         return bool(await self._run(_REPLACE, *values, *_held(claim)))
 
     async def remove(self, kind: Kind, tenant: str, record_id: str) -> bool:
@@ -341,5 +352,5 @@ def _record(record_id: str, values: Sequence[bytes | None]) -> StoredRecord | No
     kind, tenant, data, ends_at, version = values
     if kind is None or tenant is None or data is None or ends_at is None or version is None:
         return None
-    known: dict[bytes, Kind] = {b"file": "file", b"upload": "upload"}
+    known: dict[bytes, Kind] = {b"file": "file", b"upload": "upload", b"response": "response"}
     return StoredRecord(known.get(kind, "batch"), record_id, tenant.decode(), data, float(ends_at), int(version))

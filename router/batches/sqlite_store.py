@@ -26,6 +26,18 @@ CREATE TABLE IF NOT EXISTS answers (
   PRIMARY KEY (batch_id, number));
 CREATE TABLE IF NOT EXISTS begun_lines (
   batch_id TEXT NOT NULL, number INTEGER NOT NULL, epoch INTEGER NOT NULL, PRIMARY KEY (batch_id, number, epoch));
+CREATE TABLE IF NOT EXISTS responses_of (tenant TEXT PRIMARY KEY, num INTEGER NOT NULL, bytes INTEGER NOT NULL);
+"""
+_SIZE = "json_extract(CAST({}.data AS TEXT), '$.size_bytes')"
+_NEW, _OLD = _SIZE.format("NEW"), _SIZE.format("OLD")
+_SCHEMA += f"""
+CREATE TRIGGER IF NOT EXISTS response_added AFTER INSERT ON records WHEN NEW.kind = 'response' BEGIN
+  INSERT INTO responses_of VALUES (NEW.tenant, 1, {_NEW})
+  ON CONFLICT (tenant) DO UPDATE SET num = num + 1, bytes = bytes + excluded.bytes; END;
+CREATE TRIGGER IF NOT EXISTS response_changed AFTER UPDATE OF data ON records WHEN NEW.kind = 'response' BEGIN
+  UPDATE responses_of SET bytes = bytes + {_NEW} - {_OLD} WHERE tenant = NEW.tenant; END;
+CREATE TRIGGER IF NOT EXISTS response_removed AFTER DELETE ON records WHEN OLD.kind = 'response' BEGIN
+  UPDATE responses_of SET num = num - 1, bytes = bytes - {_OLD} WHERE tenant = OLD.tenant; END;
 """
 _LONGEST_CLAIM_S = 60.0
 """A claim that would end later is of an earlier boot of the machine, whose monotonic clock was another one."""
@@ -255,6 +267,8 @@ def _has_room(db: sqlite3.Connection, record: StoredRecord, limits: TenantLimits
         return bool(num < limits.most_batches and num_open < limits.most_open)
     size = "COALESCE(SUM(json_extract(CAST(data AS TEXT), '$.size_bytes')), 0)"
     query = f"SELECT COUNT(*), {size} FROM records WHERE kind IN ('file', 'upload') AND tenant = ?"
+    if record.kind == "response":  # which are many, and come with every call: they are not counted anew
+        query = "SELECT COALESCE(SUM(num), 0), COALESCE(SUM(bytes), 0) FROM responses_of WHERE tenant = ?"
     num, num_bytes = db.execute(query, (record.tenant,)).fetchone()
     return bool(num < limits.most_files and num_bytes + record.size_bytes <= limits.most_bytes)
 

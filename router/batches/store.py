@@ -57,8 +57,8 @@ _LEADS_TO: dict[BatchStatus, tuple[BatchStatus, ...]] = {
 }
 
 
-class _Json:
-    """Reading drops unknown fields."""
+class JsonRecord:
+    """A dataclass as the JSON of a record. Reading drops unknown fields."""
 
     @classmethod
     def from_json(cls, data: bytes) -> Self:
@@ -71,7 +71,7 @@ class _Json:
 
 
 @dataclass(frozen=True)
-class StoredFile(_Json):
+class StoredFile(JsonRecord):
     """One file; its bytes are in pieces. Times are in seconds since 1970."""
 
     file_id: str
@@ -96,7 +96,7 @@ class BatchProblem:
 
 
 @dataclass(frozen=True)
-class Batch(_Json):
+class Batch(JsonRecord):
     """One batch. Times are in seconds since 1970."""
 
     batch_id: str
@@ -156,8 +156,9 @@ def new_batch_id() -> str:
     return f"batch_{secrets.token_hex(12)}"
 
 
-Kind = Literal["file", "upload", "batch"]
-"""An upload is a file whose bytes are still being written: it counts, and is not found."""
+Kind = Literal["file", "upload", "batch", "response"]
+"""An upload is a file whose bytes are still being written: it counts, and is not found. Responses, which
+`router.responses` keeps here, count by themselves."""
 
 ORPHAN_S = 3600.0
 """Pieces whose file was not added within this time are removed: their writer has died."""
@@ -168,8 +169,9 @@ class TenantLimits:
     """Bounds on what one tenant keeps in a store. Results of batches count, and are never refused."""
 
     most_bytes: int
-    """Most bytes of its files."""
+    """Most bytes of its files; or of its responses, where one of those is reserved."""
     most_files: int
+    """Or responses."""
     most_batches: int
     """Records of batches, also of those that are over."""
     most_open: int
@@ -178,7 +180,7 @@ class TenantLimits:
 
 @dataclass(frozen=True)
 class StoredRecord:
-    """The record of one file or batch; `data` is its JSON."""
+    """The record of one file, batch or response; `data` is its JSON."""
 
     kind: Kind
     record_id: str
@@ -190,7 +192,7 @@ class StoredRecord:
 
     @property
     def size_bytes(self) -> int:
-        """Size of a file; 0 for a batch."""
+        """Size of a file, or of a response as it is kept; 0 for a batch."""
         return 0 if self.kind == "batch" else int(json.loads(self.data, strict=False).get("size_bytes", 0))
 
     @property
@@ -238,8 +240,8 @@ class BatchStore(Protocol):
         ...
 
     async def reserve(self, record: StoredRecord, limits: TenantLimits) -> bool:
-        """Adds the record of an upload or a batch. Returns False where its tenant would then have more than the limits,
-        and nothing was written; of several that come at once, as many are added as fit."""
+        """Adds the record of an upload, a batch or a response. Returns False where its tenant would then have more than
+        the limits, and nothing was written; of several that come at once, as many are added as fit."""
         ...
 
     async def find(self, kind: Kind, tenant: str, record_id: str) -> StoredRecord | None:
