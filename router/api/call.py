@@ -84,6 +84,8 @@ class Call:
     """Seconds until the client's deadline; None without one, as over HTTP, where a client hangs up instead."""
     write: Callable[[Any], Awaitable[None]] = _write_nothing
     """Sends a message of a streaming method; returns when the next one may follow."""
+    opened: Callable[[str], None] = lambda generation_id: None
+    """Told the id of a streamed generation once that is taken on, which may be long before its first message."""
 
 
 class OutputParts(Protocol):

@@ -131,6 +131,7 @@ class GenerationService:
 
     async def GenerateStream(self, request: pb.GenerateStreamRequest, call: Call) -> None:
         reader = await self._open(request, call, is_streaming=True)
+        call.opened(reader.live.key.request_id)
         try:
             with self._rate.stream():
                 await self._send(reader, call)
