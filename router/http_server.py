@@ -1,4 +1,5 @@
-"""The router's HTTP side: OpenAI's API, files and batches with the runner that works on them, the status page.
+"""The router's HTTP side: OpenAI's API, files and batches with the runner that works on them, responses that run in the
+background, the status page.
 
     start -> stop_batches: no line runs any more -> close_port: no connection is taken -> the drain -> close
 
@@ -31,6 +32,10 @@ from router.openai.batches import BatchRoutes
 from router.openai.files import FileRoutes, over_store
 from router.openai.generating import Generate, GenerateStream, LineAnswerer
 from router.openai.http import Operation, Reception
+from router.responses.background import BackgroundRuns, Cancel
+from router.responses.call import ResponseReader
+from router.responses.routes import ResponseRoutes
+from router.responses.store import ResponseStore
 from router.routing.dispatcher import Dispatcher
 
 _AROUND_A_BODY = 4096
@@ -51,6 +56,7 @@ class HttpServer:
         models: ModelService,
         generate: Generate,
         generate_stream: GenerateStream,
+        cancel: Cancel,
         site: OwnSite,
     ) -> None:
         self._settings = settings.router
@@ -65,10 +71,15 @@ class HttpServer:
         self._models = models
         self._generate = generate
         self._generate_stream = generate_stream
+        self._cancel = cancel
         self._site = site
         self._listener: HttpListener | None = None
         self._batch_store = open_batch_store(self._settings.batch_store)
         self._batch_runner = self._new_batch_runner()
+        responses = None if self._has_no_batches else ResponseStore(self._batch_store)
+        self._response_reader = ResponseReader(responses, models.GetModel, models.Tokenize, tokenizer.token_bytes)
+        self._responses = responses
+        self._response_runs = None if responses is None else self._new_response_runs(responses)
 
     @property
     def address(self) -> str:
@@ -89,7 +100,7 @@ class HttpServer:
             (registry, VllmNames(registry, model_name).registry),
             lambda: self._dispatcher.fleet.can_serve,
             site=self._site,
-            more_operations=self._batch_operations(),
+            more_operations=[*self._batch_operations(), *self._response_operations()],
             more_routes=page_routes,
         )
         self._listener = HttpListener(
@@ -107,6 +118,9 @@ class HttpServer:
             self._batch_runner.start()
 
     async def stop_batches(self) -> None:
+        """Leaves batches, and responses that the drain cuts off, to other routers."""
+        if self._response_runs is not None:
+            self._response_runs.stop()
         await self._batch_runner.stop()
 
     def close_port(self) -> None:
@@ -117,6 +131,8 @@ class HttpServer:
     async def close(self) -> None:
         if self._listener is not None:
             await self._listener.stop()
+        if self._response_runs is not None:
+            await self._response_runs.close()
         await self._batch_store.close()
 
     @property
@@ -136,6 +152,28 @@ class HttpServer:
             dispatcher.counters.batch_lines,
             most_line_bytes=most_bytes + _AROUND_A_BODY,
         )
+
+    def _new_response_runs(self, responses: ResponseStore) -> BackgroundRuns:
+        gate = self._gate
+        return BackgroundRuns(
+            responses,
+            self._response_reader,
+            self._generate_stream,
+            self._cancel,
+            lambda key_id: principal_of(gate.key_of_id(key_id)),
+        )
+
+    def _response_operations(self) -> list[Operation]:
+        routes = ResponseRoutes(
+            self._reception,
+            self._response_reader,
+            self._generate,
+            self._generate_stream,
+            self._responses,
+            self._response_runs,
+        )
+        kept = over_store(routes.kept_operations, is_refused=self._has_no_batches)
+        return [*over_store(routes.operations, is_refused=False), *kept]
 
     def _batch_operations(self) -> list[Operation]:
         store, principal = self._batch_store, self._reception.principal

@@ -160,6 +160,7 @@ class RouterServer:
             self._models,
             self.generation.Generate,
             self.generation.GenerateStream,
+            self.generation.CancelGeneration,
             OwnSite.of(self._settings.router.allowed_hosts, is_protected=is_protected),
         )
 
@@ -273,14 +274,13 @@ class RouterServer:
         settings = self._settings
         inside = None if self._internal_tls is None else self._internal_tls.client
         self._controller = ControllerLink(lambda: self._control.admin_address, inside, self._settings.cluster_token)
-        knows_callers = self.keys is not None or settings.tls.client_ca is not None
         return StatusPage(
             status.GetStatus,
             status.GetActivity,
             self._controller,
             self._gate,
             host=settings.router.host,
-            knows_callers=knows_callers,
+            knows_callers=self.keys is not None or settings.tls.client_ca is not None,
         )
 
     def _serve_metrics(self) -> None:

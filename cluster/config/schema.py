@@ -119,9 +119,10 @@ class RouterSection:
     """How many messages all streams together should send: with more tokens than that, each message carries several.
     null: 250 for each core. A client that sets `stream_interval_tokens` gets what it set."""
     batch_store: str | None = None
-    """SQLite file in which uploaded files and batches are kept, relative to the folder of this file; routers of one
-    cluster share it. null: in Redis where `state` names one, else in `~/.local/state/baton/batches-PORT.db` of the
-    machine on which the routers run, PORT being `http_port`; with `http_port: 0` in memory, until the router ends."""
+    """SQLite file in which uploaded files, batches and responses are kept, relative to the folder of this file; routers
+    of one cluster share it. null: in Redis where `state` names one, else in `~/.local/state/baton/batches-PORT.db` of
+    the machine on which the routers run, PORT being `http_port`; with `http_port: 0` in memory, until the router
+    ends."""
     max_file_bytes: int = bounded(100 * 1024 * 1024, at_least=1024, at_most=2**31 - 1)
     """Largest file that may be uploaded for a batch. A tenant may keep 20 times as much."""
     resume_window_s: float = bounded(30.0, above=0, at_most=DAY_S)

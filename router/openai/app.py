@@ -110,6 +110,7 @@ class OpenAiApp:
                 TextCompletion,
                 body=CompletionBody,
                 chunk=TextCompletionChunk,
+                can_resume=True,
             ),
             Operation(
                 "POST",
@@ -120,6 +121,7 @@ class OpenAiApp:
                 ChatCompletion,
                 body=ChatBody,
                 chunk=ChatCompletionChunk,
+                can_resume=True,
             ),
             Operation(
                 "POST",

@@ -266,8 +266,8 @@ def over_store(operations: Iterable[Operation], *, is_refused: bool) -> list[Ope
 
 async def _refuse(request: Request) -> Response:
     raise NotServed(
-        "files and batches are not kept here: several machines hold routers, and they share none; ask whoever runs "
-        "this cluster to name a Redis in `state`"
+        "files, batches and responses are not kept here: several machines hold routers, and they share none; ask "
+        "whoever runs this cluster to name a Redis in `state`"
     )
 
 
@@ -277,7 +277,7 @@ def _retriable(handle: Handler) -> Handler:
             return await handle(request)
         except StoreAway as error:
             log.warning("%s %s: %s", request.method, request.url.path, error)
-            message = "files and batches cannot be reached for the moment; the router's log says why"
+            message = "what is kept here cannot be reached for the moment; the router's log says why"
             raise HttpFailure(503, "store_away", message, retry_after_s=_RETRY_AFTER_S) from error
 
     return endpoint

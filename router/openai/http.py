@@ -90,6 +90,8 @@ class Operation:
     names: Mapping[str, str] = field(default_factory=dict)
     """This client's names for fields of the .proto, as `failure_of` takes them."""
     dialect: Dialect = OPENAI
+    can_resume: bool = False
+    """A stream may be resumed by the id of its last event."""
 
 
 def routes_of(operations: Iterable[Operation]) -> list[Route]:

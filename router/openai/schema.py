@@ -48,7 +48,7 @@ def openapi(version: str, operations: Sequence[Operation]) -> dict[str, Any]:
 
 def _operation(operation: Operation, path: str, schema_of: Callable[[Any], Schema]) -> Schema:
     described: Schema = {"summary": operation.summary, "responses": _responses(operation, schema_of)}
-    parameters = _in_path(path) + _in_query(operation.query) + (_RESUMING if operation.chunk is not None else [])
+    parameters = _in_path(path) + _in_query(operation.query) + (_RESUMING if operation.can_resume else [])
     if parameters:
         described["parameters"] = parameters
     if operation.body is not None:

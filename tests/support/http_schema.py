@@ -58,17 +58,22 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "streamed": {"model": MODEL, "messages": MESSAGES, "max_tokens": 8, "stream": True},
         "stopped": {"model": MODEL, "messages": MESSAGES, "max_tokens": 40, "stop": ["\n", "e"], "temperature": 0},
     },
+    "/v1/responses": {
+        "plain": {"model": MODEL, "input": "Good morrow.", "max_output_tokens": 8, "top_logprobs": 1},
+        "streamed": {"model": MODEL, "input": MESSAGES, "max_output_tokens": 8, "stream": True},
+        "in the background": {"model": MODEL, "input": "Good morrow.", "max_output_tokens": 8, "background": True},
+    },
     "/tokenize": {"chat": {"model": MODEL, "messages": MESSAGES}, "text": {"prompt": "Good morrow."}},
     "/detokenize": {"tokens": {"model": MODEL, "tokens": [5, 6, 7]}},
 }
 
 
-def document(base: str, input_file_id: str, file_id: str, batch_id: str) -> dict[str, Any]:
+def document(base: str, input_file_id: str, **ids: str) -> dict[str, Any]:
     """What the router tells, with values that are good here."""
     with urllib.request.urlopen(f"{base}/openapi.json", timeout=60) as page:
         spec: dict[str, Any] = json.load(page)
-    good = {"model": MODEL, "file_id": file_id, "batch_id": batch_id}
-    for name in ("ChatBody", "CompletionBody", "TokenizeBody", "DetokenizeBody"):
+    good = {"model": MODEL, **ids}
+    for name in ("ChatBody", "CompletionBody", "ResponseBody", "TokenizeBody", "DetokenizeBody"):
         spec["components"]["schemas"][name]["properties"]["model"] = {"enum": [MODEL, ""]}
     spec["components"]["schemas"]["BatchBody"]["properties"]["input_file_id"] = {"enum": [input_file_id]}
     for path, methods in spec["paths"].items():
@@ -82,14 +87,15 @@ def document(base: str, input_file_id: str, file_id: str, batch_id: str) -> dict
     return spec
 
 
-def begin(base: str) -> tuple[str, str, str]:
-    """Ids of a file for batches, of one that may be deleted, and of a batch."""
+def begin(base: str) -> dict[str, str]:
+    """Ids of a file for batches, of one that may be deleted, of a batch, and of a response."""
     body = {"model": MODEL, "prompt": "ROMEO:", "max_tokens": 4}
     line = json.dumps({"custom_id": "one", "method": "POST", "url": "/v1/completions", "body": body}).encode()
     with openai.OpenAI(base_url=f"{base}/v1", api_key="none", timeout=60) as client:
         file, other = (client.files.create(file=("lines.jsonl", line), purpose="batch") for _ in range(2))
         batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
-    return file.id, other.id, batch.id
+        response = client.responses.create(model=MODEL, input="Good morrow.", max_output_tokens=8)
+    return {"input_file_id": file.id, "file_id": other.id, "batch_id": batch.id, "response_id": response.id}
 
 
 def try_all(seconds: str, more: list[str], folder: Path) -> int:
@@ -97,7 +103,7 @@ def try_all(seconds: str, more: list[str], folder: Path) -> int:
     with PlainCluster(BUNDLED_MODEL, folder, router={"http_port": 0}) as cluster:
         base = f"http://{cluster.http_address}"
         file = folder / "openapi.json"
-        file.write_text(json.dumps(document(base, *begin(base))), encoding="utf-8")
+        file.write_text(json.dumps(document(base, **begin(base))), encoding="utf-8")
         hooks = folder / "hooks.py"
         hooks.write_text(HOOKS, encoding="utf-8")
         given = ["--url", base, "--max-time", seconds, "--checks", ",".join(CHECKS), "--request-timeout", "60"]

@@ -392,39 +392,3 @@ async def test_no_script_looks_at_every_batch() -> None:
     scripts = [value for name, value in vars(redis_store).items() if name.isupper() and "redis.call" in str(value)]
     assert len(scripts) >= 9
     assert not [script for script in scripts if "ZRANGE" in script or "for " in script or "KEYS *" in script]
-
-
-async def test_responses_of_a_tenant_count_by_themselves(make_store: Callable[[], BatchStore]) -> None:
-    store, limits = make_store(), TenantLimits(most_bytes=100, most_files=3, most_batches=0, most_open=0)
-
-    def response(record_id: str, size_bytes: int, tenant: str = "acme", **fields: int) -> StoredRecord:
-        data = json.dumps({"size_bytes": size_bytes}).encode()
-        return record(record_id, tenant, kind="response", data=data, **fields)
-
-    await store.add(record("file-1", data=b'{"size_bytes": 1000}'))
-    await store.put_piece("resp_1", 0, b"given")
-    assert await store.reserve(response("resp_1", 60), limits)
-    await store.put_piece("resp_1", 1, b"answer")
-    assert not await store.reserve(response("resp_2", 50), limits), "too many bytes"
-    assert await store.reserve(response("resp_2", 50, "other"), limits)
-    assert await store.replace(response("resp_1", 10)), "it has become smaller"
-    for number in (2, 3):
-        assert await store.reserve(response(f"resp_{number}0", 40), limits)
-    assert not await store.reserve(response("resp_4", 1), limits), "too many"
-    assert await store.remove("response", "acme", "resp_20") and await store.reserve(response("resp_4", 50), limits)
-    page = await store.page("response", "acme", after=None, limit=9, is_ascending=True)
-    assert page is not None and [each.record_id for each in page] == ["resp_1", "resp_30", "resp_4"]
-    assert [await store.piece("resp_1", number) for number in range(2)] == [b"given", b"answer"]
-    assert await store.find("response", "other", "resp_1") is None
-    await store.close()
-
-
-async def test_pieces_of_a_record_that_is_there_do_not_end_by_themselves(redis_of_session: RedisServer) -> None:
-    prefix = f"{{{uuid.uuid4().hex}}}:"
-    store = RedisBatchStore(redis_of_session.url, prefix)
-    await store.put_piece("resp_1", 0, b"a")
-    assert await store._client.ttl(f"{prefix}pieces:resp_1") > 0
-    await store.add(record("resp_1", kind="response", data=b'{"size_bytes": 1}'))
-    await store.put_piece("resp_1", 1, b"b")
-    assert await store._client.ttl(f"{prefix}pieces:resp_1") == -1
-    await store.close()

@@ -11,8 +11,9 @@ import jsonschema
 from fake_worker import pair
 from router_harness import Router, ids, running_router
 
-PATH_VALUES = {"{model}": "model", "{file_id}": "file-a", "{batch_id}": "batch_a"}
+PATH_VALUES = {"{model}": "model", "{file_id}": "file-a", "{batch_id}": "batch_a", "{response_id}": "resp_a"}
 CHAT: Any = {"model": "model", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+RESPONSE: Any = {"model": "model", "input": "hi", "max_output_tokens": 4}
 TEXT: Any = {"model": "model", "prompt": "hello", "max_tokens": 4}
 CALLS: list[tuple[str, str, Any]] = [
     ("get", "/v1/models", None),
@@ -29,6 +30,9 @@ CALLS: list[tuple[str, str, Any]] = [
     ("post", "/v1/chat/completions", CHAT | {"temperature": 3}),
     ("post", "/v1/completions", TEXT | {"stream": True, "stream_options": {"include_usage": True}}),
     ("post", "/v1/chat/completions", CHAT | {"stream": True}),
+    ("post", "/v1/responses", RESPONSE | {"top_logprobs": 1}),
+    ("post", "/v1/responses", RESPONSE | {"stream": True}),
+    ("get", "/v1/responses/{response_id}", None),
 ]
 
 
@@ -46,9 +50,10 @@ async def test_answers_have_the_fields_that_are_told(tmp_path: Path) -> None:
     workers = pair(lambda _: [ids("abcd")])
     async with running_router(tmp_path / "model", workers, http_port=0) as router, client_of(router) as http:
         document = (await http.get("/openapi.json")).json()
+        names = {name.strip("{}"): value for name, value in PATH_VALUES.items()}
         for method, path, body in CALLS:
             given = {} if body is None else {"json": body}
-            answer = await http.request(method, path.replace("{model}", "model"), **given)
+            answer = await http.request(method, path.format_map(names), **given)
             media_type = answer.headers["content-type"].partition(";")[0]
             schema = schema_of(document, method, path, answer.status_code, media_type)
             assert answer.headers["x-request-id"]
@@ -59,7 +64,8 @@ def check(text: str, media_type: str, schema: dict[str, Any]) -> None:
     if media_type == "application/json":
         jsonschema.validate(json.loads(text), schema)
         return
-    *chunks, last = [line.removeprefix("data: ") for line in text.splitlines() if line]
+    lines = [line for line in text.splitlines() if line and not line.startswith("event: ")]
+    *chunks, last = [line.removeprefix("data: ") for line in lines]
     assert last == "[DONE]" and len(chunks) > 1
     of_data = schema["properties"]["data"]["anyOf"][1]["contentSchema"] | {"components": schema["components"]}
     for chunk in chunks:

@@ -1,0 +1,307 @@
+"""The events of one response, made of what GenerationService streams, and the response that they add up to. Pure.
+
+    begin       in the background: response.created, response.queued
+    started     (response.created,) response.in_progress
+    delta       for each piece of text, reasoning or a call: of the open item, or of a new one once that is done
+    completed   the open item's end, and response.completed or response.incomplete
+    fail        response.failed
+
+An item is told as done once it is whole. A call that was cut off never is: it is not in the response, so that nobody
+carries it out.
+
+A response that another router goes on with is fed from its begin once more. `told` says how far its events went: what
+was told then changes the state and is not told again, however differently the text is cut now.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+from cluster.pb import generation_pb2 as pb
+from router.openai.answers import ChatToken
+from router.openai.errors import HttpFailure
+from router.responses.answers import (
+    CallItem,
+    Event,
+    Incomplete,
+    ItemStatus,
+    MessageItem,
+    OutputItem,
+    OutputText,
+    ReasoningItem,
+    ReasoningText,
+    ResponseAnswer,
+    ResponseFailure,
+    ResponseStatus,
+    ResponseUsage,
+    ToldEvents,
+)
+from router.responses.items import encode_reasoning, item_id
+
+Kind = Literal["message", "reasoning", "function_call"]
+_MOST_BEFORE_START = 2
+"""Events before `response.in_progress`, at most."""
+NameTokens = Callable[[Sequence[pb.TokenLogprob]], list[ChatToken]]
+
+
+@dataclass
+class _OpenItem:
+    """The item that grows."""
+
+    kind: Kind
+    index: int
+    item_id: str
+    text: str = ""
+    """So far; of a call, its arguments."""
+    logprobs: list[ChatToken] = field(default_factory=list)
+    call_index: int = -1
+    call_id: str = ""
+    name: str = ""
+
+    @property
+    def part(self) -> OutputText | ReasoningText:
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": self.text}
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": list(self.logprobs)}
+
+    def item(self, status: ItemStatus, *, is_encoded: bool = False) -> OutputItem:
+        has_content = status != "in_progress"
+        if self.kind == "function_call":
+            call: CallItem = {
+                "id": self.item_id,
+                "type": "function_call",
+                "status": status,
+                "call_id": self.call_id,
+                "name": self.name,
+                "arguments": self.text,
+            }
+            return call
+        if self.kind == "message":
+            message: MessageItem = {
+                "id": self.item_id,
+                "type": "message",
+                "role": "assistant",
+                "status": status,
+                "content": [cast("OutputText", self.part)] if has_content else [],
+            }
+            return message
+        reasoning: ReasoningItem = {
+            "id": self.item_id,
+            "type": "reasoning",
+            "status": status,
+            "summary": [],
+            "content": [cast("ReasoningText", self.part)] if has_content else [],
+        }
+        if is_encoded and has_content:
+            reasoning["encrypted_content"] = encode_reasoning(self.text)
+        return reasoning
+
+
+class ResponseEvents:
+    """`answer` is the response so far; its `output` holds the items that are done."""
+
+    def __init__(
+        self,
+        answer: ResponseAnswer,
+        *,
+        name_tokens: NameTokens | None = None,
+        encodes_reasoning: bool = False,
+        told: ToldEvents | None = None,
+    ) -> None:
+        """`answer`: with an empty output. `name_tokens`: of logprobs; None: none are told."""
+        self.answer = answer
+        self._name_tokens = name_tokens
+        self._encodes_reasoning = encodes_reasoning
+        self._told = told or ToldEvents()
+        self._num_events = self._told.num_events
+        self._position = 0
+        self._open: _OpenItem | None = None
+        self._unnamed: list[ChatToken] = []
+        """Logprobs of tokens whose text has not come yet."""
+        self._end = pb.FINISH_REASON_STOP
+        self._events: list[Event] = []
+
+    @property
+    def told(self) -> ToldEvents:
+        """How far the events that were returned go."""
+        return ToldEvents(self._num_events, max(self._position, self._told.position))
+
+    def begin(self) -> list[Event]:
+        """The events of a response that waits to be begun."""
+        if not self._num_events:
+            self._tell_response("response.created", "queued")
+            self._tell_response("response.queued", "queued")
+        return self._taken()
+
+    def of(self, event: pb.GenerateStreamResponse) -> list[Event]:
+        """The events for one of the generation's; for many of them, none."""
+        match event.WhichOneof("event"):
+            case "started":
+                self.answer["status"] = "in_progress"
+                if not self._num_events:
+                    self._tell_response("response.created", "in_progress")
+                if self._num_events <= _MOST_BEFORE_START:
+                    self._tell_response("response.in_progress", "in_progress")
+            case "delta":
+                self._read(event.delta)
+            case "sequence_end":
+                self._end = event.sequence_end.finish_reason
+            case "completed":
+                self._complete(event.completed.usage)
+        return self._taken()
+
+    def whole(self, found: pb.GenerateResponse) -> ResponseAnswer:
+        """The response to a call that does not stream."""
+        for delta in found.outputs:
+            self._read(delta)
+        for end in found.ends:
+            self._end = end.finish_reason
+        self._complete(found.usage)
+        return self.answer
+
+    def fail(self, failure: HttpFailure) -> Event:
+        """The response ends here, by a failure."""
+        answer, item = self.answer, self._open
+        if item is not None and item.kind != "function_call":
+            answer["output"].append(item.item("incomplete"))
+        code: Any = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(failure.status, "server_error")
+        answer["error"] = cast("ResponseFailure", {"code": code, "message": failure.body["error"]["message"]})
+        self._tell_response("response.failed", "failed")
+        return self._taken()[-1]
+
+    def _taken(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    def _read(self, delta: pb.SequenceDelta) -> None:
+        if delta.logprobs and self._name_tokens is not None:
+            self._unnamed += self._name_tokens(delta.logprobs)
+        parts = delta.parts or ([pb.OutputPart(text=delta.text)] if delta.text else ())
+        for part in parts:
+            match part.WhichOneof("part"):
+                case "text":
+                    self._grow("message", part.text)
+                case "reasoning":
+                    self._unnamed = []
+                    self._grow("reasoning", part.reasoning)
+                case "tool_call":
+                    self._unnamed = []
+                    self._read_call(part.tool_call)
+
+    def _grow(self, kind: Literal["message", "reasoning"], text: str) -> None:
+        if self._open is None or self._open.kind != kind:
+            self._close("completed")
+            self._begin(kind)
+        item = self._open
+        assert item is not None
+        new = self._advance(text)
+        logprobs, self._unnamed = self._unnamed, []
+        item.text += text
+        item.logprobs += logprobs
+        if new and kind == "message":
+            self._piece(item, "response.output_text.delta", delta=new, logprobs=logprobs, content_index=0)
+        elif new:
+            self._piece(item, "response.reasoning_text.delta", delta=new, content_index=0)
+
+    def _read_call(self, piece: pb.ToolCallDelta) -> None:
+        most = self.answer["max_tool_calls"]
+        if most is not None and piece.index >= most:
+            self._close("completed")
+            self._advance(piece.arguments, int(bool(piece.name)) + int(piece.is_whole))
+            return
+        if self._open is None or self._open.call_index != piece.index:
+            self._close("completed")
+            self._begin("function_call", piece)
+            self._advance("", 1)
+        item = self._open
+        assert item is not None
+        new = self._advance(piece.arguments)
+        item.text += piece.arguments
+        if new:
+            self._piece(item, "response.function_call_arguments.delta", delta=new)
+        if piece.is_whole:
+            self._close("completed")
+            self._advance("", 1)
+
+    def _begin(self, kind: Kind, call: pb.ToolCallDelta | None = None) -> None:
+        index = len(self.answer["output"])
+        self._open = item = _OpenItem(kind, index, item_id(kind, self.answer["id"], index))
+        if call is not None:
+            item.call_index, item.call_id, item.name = call.index, call.id, call.name
+        self._tell("response.output_item.added", output_index=index, item=item.item("in_progress"))
+        if kind != "function_call":
+            self._piece(item, "response.content_part.added", content_index=0, part=item.part)
+
+    def _close(self, status: ItemStatus) -> None:
+        """The open item, if there is one, is done."""
+        item, self._open = self._open, None
+        if item is None:
+            return
+        match item.kind:
+            case "message":
+                logprobs = list(item.logprobs)
+                self._piece(item, "response.output_text.done", content_index=0, text=item.text, logprobs=logprobs)
+            case "reasoning":
+                self._piece(item, "response.reasoning_text.done", content_index=0, text=item.text)
+            case "function_call":
+                self._piece(item, "response.function_call_arguments.done", name=item.name, arguments=item.text)
+        if item.kind != "function_call":
+            self._piece(item, "response.content_part.done", content_index=0, part=item.part)
+        done = item.item(status, is_encoded=self._encodes_reasoning)
+        self.answer["output"].append(done)
+        self._tell("response.output_item.done", output_index=item.index, item=done)
+
+    def _complete(self, usage: pb.Usage) -> None:
+        self._told = ToldEvents()  # an end is not told twice
+        reason = _INCOMPLETE.get(self._end)
+        if self._open is None and not self.answer["output"]:
+            self._begin("message")
+        if self._open is not None and self._open.kind == "function_call":
+            self._open = None
+        self._close("completed" if reason is None else "incomplete")
+        answer = self.answer
+        answer["usage"] = _usage(usage)
+        if reason is None:
+            answer["completed_at"] = int(time.time())
+            self._tell_response("response.completed", "completed")
+        else:
+            answer["incomplete_details"] = reason
+            self._tell_response("response.incomplete", "incomplete")
+
+    def _advance(self, text: str, num_more: int = 0) -> str:
+        """Goes on by this text, or so many steps without any. Returns what of the text is told now."""
+        num_told = min(max(0, self._told.position - self._position), len(text))
+        self._position += len(text) + num_more
+        return text[num_told:]
+
+    def _tell_response(self, kind: str, status: ResponseStatus) -> None:
+        self.answer["status"] = status
+        self._told = ToldEvents()
+        self._tell(kind, response={**self.answer, "output": list(self.answer["output"])})
+
+    def _piece(self, item: _OpenItem, kind: str, **fields: Any) -> None:
+        self._tell(kind, item_id=item.item_id, output_index=item.index, **fields)
+
+    def _tell(self, kind: str, **fields: Any) -> None:
+        if self._position >= self._told.position:
+            self._events.append({"type": kind, "sequence_number": self._num_events, **fields})
+            self._num_events += 1
+
+
+_INCOMPLETE: dict[int, Incomplete] = {
+    pb.FINISH_REASON_LENGTH: {"reason": "max_output_tokens"},
+    pb.FINISH_REASON_CONTENT_FILTER: {"reason": "content_filter"},
+}
+
+
+def _usage(usage: pb.Usage) -> ResponseUsage:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }

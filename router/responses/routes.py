@@ -1,0 +1,264 @@
+"""The routes of responses: created, read, streamed again, cancelled, deleted; their input, item by item."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from cluster.errors import BatonError, FieldViolation, Unavailable
+from cluster.pb import generation_pb2 as pb
+from cluster.state import StoreAway
+from router.api.call import Call, ClientStalled
+from router.api.violations import invalid
+from router.openai.errors import HttpFailure, failure_of
+from router.openai.files import page_answer
+from router.openai.generating import Generate, GenerateStream, StreamedAnswer, together
+from router.openai.http import (
+    CALLS,
+    GENERATES,
+    Answer,
+    Operation,
+    Reception,
+    checked_texts,
+    log,
+    parse,
+)
+from router.responses.answers import DeletedResponse, Event, ItemPage, ResponseAnswer, StreamedEvent
+from router.responses.background import BackgroundRuns
+from router.responses.bodies import ItemsQuery, ResponseBody, ResponseQuery
+from router.responses.call import NAMES, ResponseCall, ResponseReader
+from router.responses.store import KeptResponse, ResponseStore
+
+_RETRY_AFTER_S = 1.0
+_KEEP_ALIVE, _LAST = b": waiting\n\n", b"data: [DONE]\n\n"
+
+
+class ResponseRoutes:
+    """`operations`: for the HTTP API. `store` and `runs` None: no response is kept here."""
+
+    def __init__(
+        self,
+        reception: Reception,
+        reader: ResponseReader,
+        generate: Generate,
+        generate_stream: GenerateStream,
+        store: ResponseStore | None,
+        runs: BackgroundRuns | None,
+    ) -> None:
+        self._reception = reception
+        self._reader = reader
+        self._generate = generate
+        self._generate_stream = generate_stream
+        self._store = store
+        self._runs = runs
+        self.operations = [
+            Operation(
+                "POST",
+                "/v1/responses",
+                self._create,
+                "Answer in a conversation, of which the answer is kept",
+                GENERATES,
+                ResponseAnswer,
+                body=ResponseBody,
+                chunk=StreamedEvent,
+                names=NAMES,
+            ),
+        ]
+        one = "/v1/responses/{response_id}"
+        self.kept_operations = [
+            Operation(
+                "GET",
+                one,
+                self._get,
+                "A response that is kept, or its events",
+                (*CALLS, 404),
+                ResponseAnswer,
+                query=ResponseQuery,
+                chunk=StreamedEvent,
+            ),
+            Operation("DELETE", one, self._delete, "Delete a response", (*CALLS, 404), DeletedResponse),
+            Operation(
+                "POST",
+                f"{one}/cancel",
+                self._cancel,
+                "Cancel a response in the background",
+                (*CALLS, 404),
+                ResponseAnswer,
+            ),
+            Operation(
+                "GET",
+                f"{one}/input_items",
+                self._input_items,
+                "The items of a response's input",
+                (*CALLS, 404),
+                ItemPage,
+                query=ItemsQuery,
+            ),
+        ]
+        """Those that need the store."""
+
+    async def _create(self, request: Request) -> Answer:
+        self._reception.check(request)
+        body = await self._reception.read(request, lambda data: parse(data, ResponseBody))
+        call = self._reception.call(request)  # the key may have been revoked meanwhile
+        request_id: str = request.state.request_id
+        wanted = await self._reader.read(body, call, request_id)
+        if body.background and self._runs is not None:
+            answer = await self._runs.start(wanted, call)
+            return self._streamed(answer["id"], 0, call, request_id) if body.stream else JSONResponse(answer)
+        if body.stream:
+            return self._generated(wanted, call, request_id)
+        found = await together([self._generate(pb.GenerateRequest(spec=wanted.spec), call)], request.receive)
+        answer = wanted.events().whole(found[0])
+        await self._keep(wanted, answer, call)
+        return JSONResponse(answer)
+
+    def _generated(self, wanted: ResponseCall, call: Call, request_id: str) -> StreamedAnswer:
+        events = _GeneratedEvents(wanted)
+
+        async def generate(asked: pb.GenerateStreamRequest, call: Call) -> None:
+            await self._generate_stream(asked, call)
+            await self._keep(wanted, events.answer, call)
+
+        return StreamedAnswer([wanted.spec], events, generate, call, request_id)
+
+    async def _keep(self, wanted: ResponseCall, answer: ResponseAnswer, call: Call) -> None:
+        """Keeps a response that is over, before its client is told of that. It is answered where it cannot be kept,
+        too, and says so."""
+        if not answer["store"] or self._store is None:
+            return
+        try:
+            response = wanted.stored(call.principal, status=answer["status"])
+            await self._store.add(response, wanted.given, answer)
+        except (StoreAway, HttpFailure) as error:
+            log.warning("response %s is not kept: %s", wanted.response_id, error)
+            answer["store"] = False
+
+    async def _get(self, request: Request) -> Answer:
+        call, kept = await self._found(request)
+        query = checked_texts(request.query_params, ResponseQuery)
+        assert self._store is not None and self._runs is not None
+        if query.stream != "true":
+            if query.starting_after >= 0:
+                raise invalid((FieldViolation("starting_after", "needs stream=true"),))
+            return JSONResponse(await self._store.answer((await self._runs.settled(kept)).response))
+        if not kept.response.is_background:
+            what = "must be false: only the events of responses with background: true are kept"
+            raise invalid((FieldViolation("stream", what),))
+        response_id = kept.response.response_id
+        return self._streamed(response_id, query.starting_after + 1, call, request.state.request_id)
+
+    def _streamed(self, response_id: str, first: int, call: Call, request_id: str) -> StreamedAnswer:
+        """The events of a response in the background; it goes on when its client hangs up."""
+
+        async def generate(_: pb.GenerateStreamRequest, call: Call) -> None:
+            assert self._runs is not None
+            try:
+                async with aclosing(self._runs.follow(call.principal.tenant, response_id, first)) as events:
+                    async for event in events:
+                        await self._write(call, event)
+            except StoreAway as error:
+                away = "the store of responses cannot be reached for the moment; go on with starting_after"
+                raise Unavailable(away, retry_after_s=_RETRY_AFTER_S) from error
+
+        return StreamedAnswer([pb.GenerationSpec()], _StoredEvents(), generate, call, request_id)
+
+    async def _write(self, call: Call, event: Event) -> None:
+        """Raises ClientStalled."""
+        try:
+            async with asyncio.timeout(self._reception.stalled_client_s):
+                await call.write(event)
+        except TimeoutError:
+            raise ClientStalled("the client does not read its stream") from None
+
+    async def _delete(self, request: Request) -> Response:
+        _, kept = await self._found(request)
+        assert self._store is not None and self._runs is not None
+        is_gone = await self._store.delete(kept)
+        if kept.response.is_open:
+            await self._runs.end(kept.response)
+        answer: DeletedResponse = {"id": kept.response.response_id, "object": "response", "deleted": is_gone}
+        return JSONResponse(answer)
+
+    async def _cancel(self, request: Request) -> Response:
+        """One that is over is answered as it is."""
+        _, kept = await self._found(request)
+        assert self._runs is not None
+        if not kept.response.is_background:
+            raise HttpFailure(400, "not_in_background", "only a response with background: true can be cancelled")
+        return JSONResponse(await self._runs.cancel(kept))
+
+    async def _input_items(self, request: Request) -> Response:
+        _, kept = await self._found(request)
+        query = checked_texts(request.query_params, ItemsQuery)
+        assert self._store is not None
+        items: list[Any] = (await self._store.given(kept.response.response_id))["items"]
+        if query.order == "desc":
+            items.reverse()
+        if query.after is not None:
+            places = [place for place, item in enumerate(items) if item["id"] == query.after]
+            if not places:
+                raise invalid((FieldViolation("after", "is no id of this list; begin without it"),))
+            items = items[places[0] + 1 :]
+        return JSONResponse(page_answer(items[: query.limit + 1], query.limit))
+
+    async def _found(self, request: Request) -> tuple[Call, KeptResponse]:
+        """Raises NotFound."""
+        self._reception.check(request)
+        call = self._reception.call(request)
+        assert self._store is not None
+        return call, await self._store.find(call.principal.tenant, request.path_params["response_id"])
+
+
+class _GeneratedEvents:
+    """The events of a response that its client waits for, as `generating.Events`. The last ones wait until it is
+    kept."""
+
+    keep_alive, last, event_id = _KEEP_ALIVE, _LAST, ""
+
+    def __init__(self, wanted: ResponseCall) -> None:
+        self._events = wanted.events()
+        self._held: list[Event] = []
+        self._has_begun = False
+
+    @property
+    def answer(self) -> ResponseAnswer:
+        return self._events.answer
+
+    def of(self, event: pb.GenerateStreamResponse, prompt: int) -> Iterable[Mapping[str, Any]]:
+        events = self._events.of(event)
+        self._has_begun = self._has_begun or bool(events)
+        if event.HasField("completed"):
+            self._held, events = events[-1:], events[:-1]
+        return events
+
+    def end(self) -> Iterable[Mapping[str, Any]]:
+        for event in self._held:
+            event["response"]["store"] = self.answer["store"]
+            yield event
+
+    def failure(self, error: BatonError) -> HttpFailure:
+        failure = failure_of(error, NAMES)
+        if self._has_begun:
+            failure.body = self._events.fail(failure)
+        return failure
+
+
+class _StoredEvents:
+    """The events of a response in the background, as `generating.Events`."""
+
+    keep_alive, last, event_id = _KEEP_ALIVE, _LAST, ""
+
+    def of(self, event: Any, prompt: int) -> Iterable[Mapping[str, Any]]:
+        return (event,)
+
+    def end(self) -> Iterable[Mapping[str, Any]]:
+        return ()
+
+    def failure(self, error: BatonError) -> HttpFailure:
+        return failure_of(error, NAMES)

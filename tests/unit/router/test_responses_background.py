@@ -1,0 +1,272 @@
+"""Responses in the background over one store and routers that come and go: scripted generations, no workers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cluster.errors import Aborted, InvalidRequest, NotFound, Overloaded, Unavailable
+from cluster.pb import generation_pb2 as pb
+from router.api.call import ANYONE, Call
+from router.batches.sqlite_store import SqliteStore
+from router.responses.answers import Event
+from router.responses.background import BackgroundRuns
+from router.responses.bodies import ResponseBody
+from router.responses.call import ResponseReader
+from router.responses.store import EVENTS_IN_PIECE, ResponseStore
+
+LEASE_S = 0.3
+TEXT = "The quick brown fox jumps over the lazy dog. " * 3
+GENERATION_ID = "gen-" + 24 * "0"
+
+
+async def get_model(request: pb.GetModelRequest, call: Call) -> pb.GetModelResponse:
+    return pb.GetModelResponse(model=pb.Model(name="m", max_context_tokens=100))
+
+
+async def tokenize(request: pb.TokenizeRequest, call: Call) -> pb.TokenizeResponse:
+    raise NotImplementedError
+
+
+class Generation:
+    """What all routers compute: TEXT, in deltas of `size` characters, up to character `until` for now."""
+
+    def __init__(self, size: int = 7, until: int = len(TEXT)) -> None:
+        self.size = size
+        self.until = until
+        self.calls: list[pb.GenerationSpec] = []
+        self.cancelled: list[str] = []
+        self.is_known = True
+        """Whether it can be resumed."""
+        self.failure: Exception | None = None
+        self.go_on = asyncio.Event()
+
+    async def stream(self, request: pb.GenerateStreamRequest, call: Call) -> None:
+        self.calls.append(request.spec)
+        if request.spec.resume.generation_id and not self.is_known:
+            raise NotFound("it is not known")
+        if self.failure is not None:
+            raise self.failure
+        call.opened(GENERATION_ID)
+        await call.write(pb.GenerateStreamResponse(started=pb.Started(generation_id=GENERATION_ID)))
+        for begin in range(0, len(TEXT), self.size):
+            if begin >= self.until:
+                await self.go_on.wait()
+                if self.failure is not None:
+                    raise self.failure
+            delta = pb.SequenceDelta(text=TEXT[begin : begin + self.size])
+            await call.write(pb.GenerateStreamResponse(delta=delta))
+        await call.write(pb.GenerateStreamResponse(sequence_end=pb.SequenceEnd(finish_reason=pb.FINISH_REASON_STOP)))
+        await call.write(pb.GenerateStreamResponse(completed=pb.Completed()))
+
+    async def cancel(self, request: pb.CancelGenerationRequest, call: Call) -> pb.CancelGenerationResponse:
+        self.cancelled += request.generation_ids
+        return pb.CancelGenerationResponse()
+
+
+class World:
+    def __init__(self) -> None:
+        self.store = ResponseStore(SqliteStore(None))
+
+    def router(self, generation: Generation, lease_s: float = LEASE_S) -> tuple[ResponseReader, BackgroundRuns]:
+        reader = ResponseReader(self.store, get_model, tokenize, lambda _: b"")
+        runs = BackgroundRuns(
+            self.store, reader, generation.stream, generation.cancel, lambda _: ANYONE, lease_s=lease_s
+        )
+        return reader, runs
+
+    async def begin(self, generation: Generation, **body: Any) -> tuple[BackgroundRuns, str]:
+        """A router with one response."""
+        reader, runs = self.router(generation)
+        asked = ResponseBody.model_validate({"model": "m", "input": "hi", "background": True, **body})
+        answer = await runs.start(await reader.read(asked, Call(), "req"), Call())
+        assert answer["status"] == "queued" and answer["background"]
+        return runs, answer["id"]
+
+    async def read(self, runs: BackgroundRuns, response_id: str, first: int = 0, num: int = 10**9) -> list[Event]:
+        """Events of a response, as many as were asked for or there are."""
+        events: list[Event] = []
+        async with asyncio.timeout(20):
+            async for event in runs.follow("", response_id, first):
+                events.append(event)
+                if len(events) >= num:
+                    break
+        return events
+
+    async def until(self, response_id: str, is_so: Callable[[Any], bool]) -> Any:
+        async with asyncio.timeout(20):
+            while not is_so((await self.store.find("", response_id)).response):
+                await asyncio.sleep(0.01)
+        return (await self.store.find("", response_id)).response
+
+
+def text_of(events: list[Event]) -> str:
+    return "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
+
+
+def check(events: list[Event], first: int = 0) -> None:
+    assert [event["sequence_number"] for event in events] == list(range(first, first + len(events)))
+
+
+def kill(runs: BackgroundRuns) -> None:
+    """As if its process were gone: nothing is written any more."""
+    for run in runs._runs.values():
+        run.kept = None  # type: ignore[assignment]
+        assert run.task is not None
+        run.task.cancel()
+
+
+async def test_a_response_runs_without_a_client_and_is_streamed_to_whoever_asks() -> None:
+    world = World()
+    runs, response_id = await world.begin(Generation(size=1))
+    events, others = await asyncio.gather(world.read(runs, response_id), world.read(runs, response_id, 5, 3))
+    check(events)
+    assert text_of(events) == TEXT and events[-1]["type"] == "response.completed" and others == events[5:8]
+    assert [event["type"] for event in events[:3]] == ["response.created", "response.queued", "response.in_progress"]
+    _, other = world.router(Generation())
+    assert len(events) < EVENTS_IN_PIECE and await world.read(other, response_id) == events
+    assert await world.read(other, response_id, 50) == events[50:] and await world.read(other, response_id, 999) == []
+    kept = await world.store.find("", response_id)
+    assert (await world.store.answer(kept.response)) == events[-1]["response"]
+
+
+async def test_events_of_many_pieces_are_read_from_any_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("store", "background"):
+        monkeypatch.setattr(f"router.responses.{module}.EVENTS_IN_PIECE", 8)
+    world = World()
+    runs, response_id = await world.begin(Generation(size=2, until=50))
+    first = await world.read(runs, response_id, 0, 20)
+    kill(runs)
+    generation = Generation(size=5)
+    _, other = world.router(generation)
+    events = await world.read(other, response_id)
+    check(events)
+    assert events[:20] == first and text_of(events) == TEXT
+    for begin in range(len(events)):
+        assert await world.read(other, response_id, begin) == events[begin:]
+
+
+async def test_the_next_router_goes_on_where_a_lost_one_was() -> None:
+    world = World()
+    runs, response_id = await world.begin(Generation(until=40))
+    first = await world.read(runs, response_id, 0, 9)
+    kill(runs)
+    generation = Generation(size=3)
+    _, other = world.router(generation)
+    events = await world.read(other, response_id)
+    check(events)
+    assert events[:9] == first and text_of(events) == TEXT
+    assert generation.calls[0].resume.generation_id == GENERATION_ID
+    assert events[-1]["response"]["output"][0]["content"][0]["text"] == TEXT
+    assert events[-1]["response"]["created_at"] == events[0]["response"]["created_at"]
+
+
+async def test_what_cannot_go_on_has_failed_and_what_was_not_begun_begins() -> None:
+    world = World()
+    runs, response_id = await world.begin(Generation(until=40))
+    await world.read(runs, response_id, 0, 9)
+    kill(runs)
+    generation = Generation()
+    generation.is_known = False
+    _, other = world.router(generation)
+    events = await world.read(other, response_id)
+    check(events)
+    assert events[-1]["type"] == "response.failed" and "was lost" in events[-1]["response"]["error"]["message"]
+    runs, response_id = await world.begin(Generation(until=0))
+    await world.read(runs, response_id, 0, 3)
+    kill(runs)
+    events = await world.read(other, response_id)
+    check(events)
+    assert text_of(events) == TEXT and not generation.calls[-1].resume.generation_id
+
+
+async def test_a_router_that_ends_leaves_its_responses_to_the_next_one_at_once() -> None:
+    world = World()
+    generation = Generation(until=40)
+    reader, runs = world.router(generation, lease_s=600.0)
+    asked = ResponseBody.model_validate({"model": "m", "input": "hi", "background": True})
+    answer = await runs.start(await reader.read(asked, Call(), "req"), Call())
+    await world.read(runs, answer["id"], 0, 9)
+    runs.stop()
+    generation.failure = Unavailable("the router is shutting down")
+    generation.go_on.set()
+    await world.until(answer["id"], lambda response: response.held_until == 0.0)
+    await runs.close()
+    _, other = world.router(Generation(size=2))
+    events = await world.read(other, answer["id"])
+    check(events)
+    assert text_of(events) == TEXT
+
+
+async def test_cancelling_ends_it_here_and_elsewhere() -> None:
+    world = World()
+    for is_elsewhere in (False, True):
+        generation = Generation(until=40)
+        runs, response_id = await world.begin(generation)
+        await world.read(runs, response_id, 0, 9)
+        kept = await world.store.find("", response_id)
+        _, other = world.router(generation)
+        answer = await (other if is_elsewhere else runs).cancel(kept)
+        assert answer["status"] == "cancelled" and generation.cancelled == [GENERATION_ID]
+        generation.failure = Aborted("it was cancelled")
+        generation.go_on.set()
+        events = await world.read(runs, response_id)
+        check(events)
+        assert not events[-1]["type"].endswith(("completed", "failed"))
+        assert (await world.store.answer((await world.store.find("", response_id)).response)) == answer
+        assert await runs.cancel(await world.store.find("", response_id)) == answer
+        await runs.close()
+        assert (await world.store.find("", response_id)).response.status == "cancelled"
+
+
+async def test_what_is_refused_at_once_is_refused_and_not_kept() -> None:
+    world = World()
+    generation = Generation()
+    generation.failure = InvalidRequest("temperature: is too high")
+    with pytest.raises(InvalidRequest):
+        await world.begin(generation)
+    generation.failure = Overloaded("too much")
+    with pytest.raises(Overloaded):
+        await world.begin(generation)
+    assert await world.store._store.page("response", "", after=None, limit=9, is_ascending=True) == []
+
+
+async def test_what_fails_later_has_failed() -> None:
+    world = World()
+    generation = Generation(until=40)
+    runs, response_id = await world.begin(generation)
+    generation.failure = Unavailable("a worker was lost")
+    await world.read(runs, response_id, 0, 5)
+    generation.go_on.set()
+    events = await world.read(runs, response_id)
+    check(events)
+    failed = events[-1]["response"]
+    assert (failed["status"], failed["error"]["code"]) == ("failed", "server_error")
+    assert failed["output"][0]["status"] == "incomplete"
+    reader, _ = world.router(generation)
+    asked = ResponseBody.model_validate({"model": "m", "input": "hi", "previous_response_id": response_id})
+    with pytest.raises(InvalidRequest, match="is failed"):
+        await reader.read(asked, Call(), "req")
+
+
+async def test_a_deleted_response_ends() -> None:
+    world = World()
+    generation = Generation(until=40)
+    runs, response_id = await world.begin(generation)
+    kept = await world.store.find("", response_id)
+    await world.store.delete(kept)
+    await runs.end(kept.response)
+    with pytest.raises(NotFound):
+        await world.read(runs, response_id)
+    assert not runs._runs
+
+
+async def test_a_long_hold_is_renewed() -> None:
+    world = World()
+    runs, response_id = await world.begin(Generation(until=40))
+    held_until = (await world.store.find("", response_id)).response.held_until
+    await world.until(response_id, lambda response: response.held_until > held_until + LEASE_S)
+    await runs.close()
