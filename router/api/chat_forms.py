@@ -9,7 +9,7 @@ from router.api.chat import Chat
 from router.api.tokenizer import Tokenizer
 from router.tool_calls.format import Tool
 from router.tool_calls.output import OutputForm
-from router.tool_calls.registry import TOOL_FORMATS, thinking_of, tool_format_of
+from router.tool_calls.registry import named_format, thinking_of, tool_format_of
 
 
 class ChatForms:
@@ -19,8 +19,7 @@ class ChatForms:
         """`tool_format`: the name of a format; auto: as the chat template has it."""
         self._tokenizer = tokenizer
         template = tokenizer.chat_template.source
-        named = {each.name: each for each in TOOL_FORMATS}
-        self.tool_format = tool_format_of(template) if tool_format == "auto" else named[tool_format]
+        self.tool_format = tool_format_of(template) if tool_format == "auto" else named_format(tool_format)
         self.thinking = thinking_of(template)
 
     @property
@@ -46,17 +45,18 @@ class ChatForms:
             is_thinking = end.endswith(thinking.begin)
             if end.endswith(thinking.end):
                 thinking = None  # the template has ended it before it began
-        tools = {}
-        if self.tool_format is not None and choice.mode != pb.ToolChoice.MODE_NONE:
+        tools, must_call = {}, choice.mode == pb.ToolChoice.MODE_REQUIRED
+        tool_format = self.tool_format or (named_format("json") if must_call else None)
+        if tool_format is not None and choice.mode != pb.ToolChoice.MODE_NONE:
             given = (_tool(index, each) for index, each in enumerate(chat.tools))
             tools = {tool.name: tool for tool in given if tool.name in choice.names or not choice.names}
         if thinking is None and not tools:
             return None
         return OutputForm(
             tools,
-            self.tool_format if tools else None,
-            must_call=choice.mode == pb.ToolChoice.MODE_REQUIRED,
-            is_single=choice.single or (choice.mode == pb.ToolChoice.MODE_REQUIRED and len(choice.names) == 1),
+            tool_format if tools else None,
+            must_call=must_call,
+            is_single=choice.single or (must_call and len(choice.names) == 1),
             thinking=thinking,
             is_thinking=is_thinking,
             most_thinking_tokens=chat.reasoning.max_tokens if chat.reasoning.HasField("max_tokens") else None,

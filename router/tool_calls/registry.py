@@ -41,6 +41,11 @@ THINKING: tuple[Thinking, ...] = (
 )
 
 
+def named_format(name: str) -> ToolFormat:
+    """The format that `model.tool_format` calls so."""
+    return next(each for each in TOOL_FORMATS if each.name == name)
+
+
 def tool_format_of(template: str) -> ToolFormat | None:
     """The format that a chat template writes calls in, by its source; None: it knows no tools."""
     return next((each for each in TOOL_FORMATS if each.is_of(template)), None)

@@ -153,3 +153,14 @@ def joined(lines: list[str]) -> tuple[str, str, set[str], str]:
             arguments += call["function"]["arguments"]
             call_ids |= {call["id"]} if "id" in call else set()
     return text, arguments, call_ids, why
+
+
+async def test_a_model_that_knows_no_tools_can_still_be_made_to_call(tmp_path: Path) -> None:
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    text = '{"name": "weather", "arguments": {"city": "Oslo"}}'
+    whole, _, _ = await asked(tmp_path, text, plain)
+    assert whole.choices[0].message.content == text
+    whole, joined, admit = await asked(tmp_path, text, plain, tool_choice="required")
+    for answer in (whole, joined):
+        (call,) = answer.choices[0].message.tool_calls
+        assert call.function.arguments == '{"city": "Oslo"}' and "weather" in admit.sampling.grammar
