@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from openai.types.responses import ResponseItemList
 from pydantic import BaseModel
 
 from cluster.errors import InvalidRequest
+from router.responses.bodies import IGNORED, ResponseBody
 from router.responses.call import _cuts
 from router.responses.items import Item, encode_reasoning, is_reference, messages_of, read_items
 
@@ -120,3 +123,11 @@ def test_a_conversation_is_cut_at_users_and_never_between_a_call_and_its_output(
     user, said = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
     assert _cuts(read(user, said, CALL, user, OUTPUT, user, said)) == [5]
     assert _cuts(read(said, CALL, OUTPUT, said)) == [1, 3]
+
+
+def test_the_docs_name_every_field_of_a_body() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "http.md").read_text(encoding="utf-8")
+    section = text.partition("## Responses")[2].partition("## Batches")[0]
+    assert set(re.findall(r"`([a-z_]+)[`.]", section)) >= set(ResponseBody.model_fields)
+    (line,) = [line for line in section.splitlines() if line.endswith("taken, and without effect |")]
+    assert {*IGNORED, "stream_options.include_obfuscation"} == set(re.findall(r"`([a-z_.]+)`", line))
