@@ -91,7 +91,6 @@ class Checkpoint(TensorFiles):
             raise CheckpointError(
                 f"{self.describe(part.name)} has type {source.get_dtype()}; Baton reads {', '.join(types)}"
             )
-        self._unread.discard(part.name)
         if not math.prod(part.local_shape):
             return
         dtype = types[source.get_dtype()]
@@ -141,25 +140,6 @@ class Checkpoint(TensorFiles):
     def discard(self, patterns: Sequence[re.Pattern[str]]) -> None:
         """Counts tensors in whose names one of the patterns is found as read."""
         self._unread = {name for name in self._unread if not any(pattern.search(name) for pattern in patterns)}
-
-    def num_unread(self, beginnings: tuple[str, ...]) -> int:
-        """Returns how many tensors with these beginnings of names were never read."""
-        return sum(name.startswith(beginnings) for name in self._unread)
-
-    def check_all_read(self, ignored: tuple[str, ...], left_out: tuple[str, ...] = ()) -> None:
-        """Raises when a tensor was never read: the model would be computed without it.
-
-        `ignored` are endings of names that a checkpoint may carry for no use, `left_out` beginnings of names of what is
-        left out on purpose.
-        """
-        kept = [name for name in self._unread if not name.startswith(left_out)]
-        left = sorted(name for name in kept if not name.endswith(ignored))
-        if left:
-            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-            file = self._folder / self._file_of_tensor[left[0]]
-            raise CheckpointError(
-                f"{file}: tensor {left[0]}{more} has no place in the architecture that config.json names"
-            )
 
 
 def _open_for_streaming(path: Path) -> tuple[int, dict[str, int]]:

@@ -86,7 +86,6 @@ class GgufCheckpoint(GgufFile, Checkpoint):
 
     def _take(self, part: TensorSlice) -> StoredTensor:
         tensor = self.find(part.name, part.shape)
-        self._unread.discard(part.name)
         self.bytes_read += math.prod(part.local_shape) * tensor.kind.size_bytes // tensor.kind.num_elements
         return tensor
 

@@ -92,4 +92,5 @@ class GgufFile(TensorFiles):
                 f"{self.describe(name)} ({tensor.name}) has shape {list(tensor.shape)}, but the file's metadata ask "
                 f"for {list(shape)}"
             )
+        self._unread.discard(name)
         return tensor

@@ -35,14 +35,12 @@ from engine.models.shapes import (
     vocabulary_matrix,
 )
 from engine.native.structures import INT4_ZEROS, INT8, MXFP4
-from engine.quantization.blocks import GROUP, Blocks
+from engine.quantization.blocks import GROUP, kept_kind
 from engine.quantization.integers import multiplies_quantized, stored_bytes
 from engine.quantization.interface import Kernels, TritonProducts, weight_formats
-from engine.quantization.microscaled import Microscaling
-from engine.quantization.packed import Packing
+from engine.quantization.packed import kept_group
 from engine.quantization.plain import keeps_plain
-from engine.quantization.scaled import Scaling
-from engine.quantization.stored import Stored
+from engine.quantization.stored import Blocks, Microscaling, Packing, Products, Scaling, Stored
 from engine.step_input import StepInput
 
 _FLOATS = frozenset({"F32", "F16", "BF16"})
@@ -93,7 +91,9 @@ def choose_form(
     config: ModelConfig, *, dtype: str, device: str, quantization: str, kernels: Kernels | None
 ) -> WeightForm:
     packing, kind = config.packing, _torch_dtype(dtype)
-    keeps_codes = packing is not None and packing.keeps_codes(quantization, kind, kernels)
+    are_in_triton, is_cpu = isinstance(kernels, TritonProducts), multiplies_quantized(kernels)
+    products: Products = "triton" if are_in_triton else "cpu" if is_cpu else None
+    keeps_codes = packing is not None and packing.keeps_codes(quantization, kind == torch.bfloat16, products)
     is_tiled = weight_formats()[quantization].is_tiled(kernels, kind)
     return WeightForm(
         dtype,
@@ -102,8 +102,8 @@ def choose_form(
         keeps_codes,
         is_tiled,
         is_plain_tiled=weight_formats()["none"].is_tiled(kernels, kind),
-        are_codes_tiled=keeps_codes and multiplies_quantized(kernels),
-        are_in_triton=isinstance(kernels, TritonProducts),
+        are_codes_tiled=keeps_codes and is_cpu,
+        are_in_triton=are_in_triton,
     )
 
 
@@ -209,7 +209,7 @@ def _kept(config: ModelConfig, matrix: MatrixShape, form: WeightForm, is_read: b
         types = {packing.stored_type(name) for name in names}
         kind = None
         if form.keeps_codes:
-            kind = packing.kept_kind(names, matrix.num_inputs, form.quantization, form.are_in_triton)
+            kind = kept_kind(packing, names, matrix.num_inputs, form.quantization, form.are_in_triton)
         if kind is None:
             kept, size = _kept_as(config, matrix, form, None if types <= _FLOATS else packing, is_read)
         else:
@@ -248,7 +248,7 @@ def _kept_as(
     if form.keeps_codes and isinstance(packing, Microscaling) and packing.can_keep(matrix.num_inputs):
         return "kept as it is", stored_bytes(matrix.shape, MXFP4, MXFP4_GROUP, form.are_codes_tiled)
     if form.keeps_codes and isinstance(packing, Packing):
-        group = packing.kept_group(matrix.num_inputs, matrix.num_ranks)
+        group = kept_group(packing, matrix.num_inputs, matrix.num_ranks)
         if group is not None:
             order = matrix.num_inputs * torch.int64.itemsize if packing.is_scattered(matrix.num_inputs) else 0
             size = stored_bytes(matrix.shape, INT4_ZEROS, group, form.are_codes_tiled)

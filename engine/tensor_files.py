@@ -17,6 +17,8 @@ from safetensors import SafetensorError, safe_open
 from cluster.errors import CheckpointError
 
 INDEX_NAME = "model.safetensors.index.json"
+NamedShape = tuple[str, tuple[int, ...]]
+"""A tensor's name and its whole shape."""
 
 
 class TensorFiles:
@@ -30,6 +32,7 @@ class TensorFiles:
         self._file_of_tensor: dict[str, str] = {}
         self._handles: dict[str, Any] = {}
         self._unread: set[str] = set()
+        """The tensors that nobody asked for."""
         self._open_files()
 
     def __enter__(self) -> Self:
@@ -85,6 +88,7 @@ class TensorFiles:
             raise CheckpointError(
                 f"{self.describe(name)} has shape {list(found)}, but config.json asks for {list(shape)}"
             )
+        self._unread.discard(name)
         return source
 
     def shape_of(self, name: str) -> tuple[int, ...]:
@@ -94,6 +98,24 @@ class TensorFiles:
     def describe(self, name: str) -> str:
         """Names a tensor that is there and its file, to begin an error with."""
         return f"{self._folder / self._file_of_tensor[name]}: tensor {name}"
+
+    def num_unread(self, beginnings: tuple[str, ...]) -> int:
+        """Returns how many tensors with these beginnings of names were never asked for."""
+        return sum(name.startswith(beginnings) for name in self._unread)
+
+    def check_all_read(self, ignored: tuple[str, ...], left_out: tuple[str, ...] = ()) -> None:
+        """Raises CheckpointError when a tensor was never asked for: the model would be computed without it.
+
+        `ignored` are endings of names that a checkpoint may carry for no use, `left_out` beginnings of names of what is
+        left out on purpose.
+        """
+        kept = [name for name in self._unread if not name.startswith(left_out)]
+        left = sorted(name for name in kept if not name.endswith(ignored))
+        if left:
+            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+            raise CheckpointError(
+                f"{self.describe(left[0])}{more} has no place in the architecture that config.json names"
+            )
 
     def _read_index(self) -> dict[str, str]:
         path = self._folder / INDEX_NAME

@@ -1,6 +1,6 @@
 """`python -m worker.check_model FOLDER MODEL_IMPL [NEEDS]`: refuses a model folder that workers could not serve, before
 any is started. NEEDS is `weights`, the default, or `config` for steps that are timed, which need no weights. Reads no
-weights, and loads torch only where they are quantized.
+weights, and loads neither torch nor transformers.
 
 Ends with an error and an exit code as `cluster.program` has them. Where what reads models is not installed, as on a
 machine that only starts a cluster, it finds nothing wrong: the workers look for themselves.

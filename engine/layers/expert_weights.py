@@ -20,7 +20,8 @@ from engine.layers.linear import Loader, multiply
 from engine.models.experts import ExpertNames, ExpertsConfig
 from engine.quantization.integers import Quantized, make_quantized
 from engine.quantization.interface import Give, Matrix, renew
-from engine.quantization.microscaled import Microscaling
+from engine.quantization.microscaled import decode_expert, read_expert
+from engine.quantization.stored import Microscaling
 
 
 class Plain:
@@ -124,8 +125,8 @@ class InterleavedExperts:
             inputs_first = replace(part, shape=shape[::-1], dim=1 - dim)
             return loader.stack([inputs_first]).T.contiguous()
         if loader.keeps_codes and loader.packing.can_keep(part.local_shape[1]):
-            return loader.packing.read_expert(loader.checkpoint, part, loader.device)
-        return loader.packing.decode_expert(loader.checkpoint, part, loader.device, loader.dtype)
+            return read_expert(loader.checkpoint, part, loader.device)
+        return decode_expert(loader.checkpoint, part, loader.device, loader.dtype)
 
 
 def _slices(name: str, names: ExpertNames, sizes: tuple[int, int], loader: Loader) -> Sequence[TensorSlice]:

@@ -18,13 +18,13 @@ import torch.nn.functional as F
 
 from engine.checkpoint import Checkpoint, TensorSlice
 from engine.layers.ops import Ops
-from engine.quantization.blocks import Blocks, keep_blocks
+from engine.quantization import packed, scaled
+from engine.quantization.blocks import keep_blocks, kept_kind
 from engine.quantization.fp8 import ScaledFp8Matrix
 from engine.quantization.integers import make_quantized
 from engine.quantization.interface import Kernels, Matrix, RoundedRows, Rows, TritonProducts, make_matrix
-from engine.quantization.packed import Packing, keep_codes, read_codes, reorder
-from engine.quantization.scaled import Scaling
-from engine.quantization.stored import Stored
+from engine.quantization.packed import keep_codes, read_codes, reorder
+from engine.quantization.stored import Blocks, Packing, Scaling, Stored
 from engine.tp import TPGroup
 
 Order = torch.Tensor | None
@@ -79,16 +79,16 @@ class Loader:
         return make_quantized(weight, self.kernels, order)
 
     def _keep_int8(self, scaling: Scaling, parts: Sequence[TensorSlice], orders: Sequence[Order]) -> Matrix | None:
-        if not all(scaling.has(self.checkpoint, part) for part in parts):
+        if not all(scaling.scales_of(part.name) in self.checkpoint for part in parts):
             return None
-        whole = [scaling.read_int8(self.checkpoint, part, self.device) for part in parts]
+        whole = [scaled.read_int8(self.checkpoint, scaling, part, self.device) for part in parts]
         data = torch.cat([reorder(part.data, order) for part, order in zip(whole, orders, strict=True)])
         scales = torch.cat([reorder(part.scales, order) for part, order in zip(whole, orders, strict=True)])
         return make_quantized(replace(whole[0], data=data, scales=scales), self.kernels)
 
     def _keep_blocks(self, blocks: Blocks, parts: Sequence[TensorSlice], orders: Sequence[Order]) -> Matrix | None:
         names, num_inputs = [part.name for part in parts], parts[0].local_shape[1]
-        kind = blocks.kept_kind(names, num_inputs, self.quantization, isinstance(self.kernels, TritonProducts))
+        kind = kept_kind(blocks, names, num_inputs, self.quantization, isinstance(self.kernels, TritonProducts))
         weight = None if kind is None else keep_blocks(self.checkpoint, parts, kind, self.device)
         if weight is None:
             return None
@@ -97,10 +97,12 @@ class Loader:
         return make_quantized(weight, self.kernels)
 
     def _read_weight(self, part: TensorSlice, out: torch.Tensor) -> None:
-        if self.packing is None:
-            self.checkpoint.read(part, out)
+        if isinstance(self.packing, Packing):
+            packed.read_weight(self.checkpoint, self.packing, part, out)
+        elif isinstance(self.packing, Scaling):
+            scaled.read_weight(self.checkpoint, self.packing, part, out)
         else:
-            self.packing.read(self.checkpoint, part, out)
+            self.checkpoint.read(part, out)
 
     def _join(
         self,

@@ -42,9 +42,6 @@ from engine.quantization.interface import Rows
 Hidden = tuple[torch.Tensor, torch.Tensor | None]
 """The residual [T, E] after the last layer, and the last layer's output, which is still to be added."""
 
-UNUSED_TENSORS: tuple[str, ...] = ("rotary_emb.inv_freq",)
-"""Endings of tensors that some checkpoints carry and that are computed here instead."""
-
 
 @dataclass(frozen=True)
 class StepContext:

@@ -1,6 +1,6 @@
 """Reads the configuration of a model from a checkpoint folder: config.json and generation_config.json.
 
-Loads torch only where the weights are quantized, or transformers' own code computes the model.
+Loads torch only where transformers' own code computes the model.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from engine.json_fields import Fields, read_json
 from engine.models.config import ModelConfig
 from engine.models.family import token_ids
 from engine.models.registry import FAMILIES, architecture_of, read_config, refuse_foreign
+from engine.models.transformers_source import check_options, check_source
+from engine.quantization.stored import read_stored
 
 
 def read_model(path: str | Path, model_impl: str = "auto") -> ModelConfig:
@@ -27,15 +29,12 @@ def read_model(path: str | Path, model_impl: str = "auto") -> ModelConfig:
     folder = Path(path)
     fields = read_fields(folder)
     if is_foreign(fields, model_impl):
-        check_foreign(folder, architecture_of(fields))
+        check_foreign(folder, fields)
         trial = importlib.import_module("engine.models.transformers_trial")
         config: ModelConfig = trial.read_foreign(folder, architecture_of(fields))
     else:
         config = read_config(fields)
-    if fields.get("quantization_config") is not None:  # what reads such weights needs torch
-        stored = importlib.import_module("engine.quantization.stored")
-        config = replace(config, packing=stored.read_stored(fields))
-    return with_ends(config, folder)
+    return _with_ends(replace(config, packing=read_stored(fields)), folder)
 
 
 def read_fields(folder: Path) -> Fields:
@@ -49,7 +48,7 @@ def read_fields(folder: Path) -> Fields:
     return fields
 
 
-def with_ends(config: ModelConfig, folder: Path) -> ModelConfig:
+def _with_ends(config: ModelConfig, folder: Path) -> ModelConfig:
     """Returns the model with the end tokens that generation_config.json names, if it does. Raises CheckpointError."""
     generation = folder / "generation_config.json"
     eos = read_json(generation).get("eos_token_id") if has_model_file(generation) else None
@@ -68,12 +67,12 @@ def is_foreign(fields: Fields, model_impl: str = "auto") -> bool:
     return has_transformers and architecture not in ("", *FAMILIES) and not fields.get("auto_map")
 
 
-def check_foreign(folder: Path, architecture: str) -> None:
-    """Raises CheckpointError for what transformers' code cannot be tried with; takes a second, and loads no torch."""
+def check_foreign(folder: Path, fields: Fields) -> None:
+    """Raises CheckpointError for what transformers' code cannot be tried with; loads neither that nor torch."""
+    architecture = architecture_of(fields)
     if gguf_file(folder) is not None:
         raise refuse_foreign(
             architecture, f"{folder} has no config.json; a GGUF file's models are Baton's own families"
         )
-    transformers = importlib.import_module("transformers")
-    if architecture not in dir(transformers):
-        raise refuse_foreign(architecture, f"transformers {transformers.__version__} has no such model")
+    check_source(architecture)
+    check_options(architecture, fields.get)

@@ -11,7 +11,8 @@ import torch
 
 from engine.layers.linear import Loader
 from engine.models.config import ModelConfig
-from engine.models.decoder import UNUSED_TENSORS, Decoder, Hidden, StepContext
+from engine.models.decoder import Decoder, Hidden, StepContext
+from engine.models.tensors import unused_endings
 from engine.tp import TPGroup
 
 
@@ -36,19 +37,17 @@ class Model(Protocol):
 
 def load_model(config: ModelConfig, folder: Path, loader: Loader, report: Callable[[str], None]) -> Model:
     """Raises CheckpointError for what is missing or left over."""
-    checkpoint, ignored = loader.checkpoint, UNUSED_TENSORS
+    checkpoint = loader.checkpoint
     model: Model
     if config.foreign is None:
         model = Decoder(config, loader, report)
-        ignored += ("lm_head.weight",) if config.tie_word_embeddings else ()
     else:
         code = importlib.import_module("engine.models.transformers_model")  # needs transformers
         model = foreign = code.TransformersModel(config, folder, loader, report)
         checkpoint.discard(foreign.unused_tensors)
     if config.packing is not None:
         checkpoint.discard_zeros(".bias")  # which some writers add to every packed layer
-        ignored += config.packing.unused_tensors
-    checkpoint.check_all_read(ignored, config.left_out)
+    checkpoint.check_all_read(unused_endings(config), config.left_out)
     if num_unused := checkpoint.num_unread(config.left_out):
         names = " and ".join(f"{name}*" for name in config.left_out)
         report(f"{num_unused} tensors of {names} are left out: layers that predict several tokens are not used")

@@ -28,12 +28,11 @@ from engine.models.registry import refuse_foreign
 from engine.models.transformers_attention import TRIAL_NAME, LayerCall, attending
 from engine.models.transformers_plan import ShardingPlan, Split
 from engine.models.transformers_sizes import ForeignMatrix, ForeignModel
+from engine.models.transformers_source import NO_INTERFACE, check_options
 
 _NUM_TOKENS = 3
 _building = threading.RLock()
 """Models are built one at a time: transformers sets torch's default type meanwhile, which all threads share."""
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
-_STATES = ("layer_types", "layers_block_type", "hybrid_layer_pattern")
 
 
 def read_foreign(folder: Path, architecture: str) -> ModelConfig:
@@ -76,7 +75,7 @@ def _check_class(architecture: str) -> None:
     if not isinstance(found, type) or not issubclass(found, PreTrainedModel):
         raise refuse_foreign(architecture, "transformers has something else of that name")
     if not found._supports_attention_backend:
-        raise refuse_foreign(architecture, "it does not take attention from outside (_supports_attention_backend)")
+        raise refuse_foreign(architecture, NO_INTERFACE)
 
 
 def read_config(folder: Path, architecture: str) -> Any:
@@ -110,23 +109,9 @@ def _without_memory(module: torch.nn.Module, name: str, parameter: torch.nn.Para
 
 def _check_config(config: Any, architecture: str) -> None:
     """Refuses what a trial would not show."""
-    if config.get_text_config() is not config or hasattr(config, "vision_config") or hasattr(config, "audio_config"):
+    if config.get_text_config() is not config:
         raise refuse_foreign(architecture, "it takes more than text")
-    if config.is_encoder_decoder:
-        raise refuse_foreign(architecture, "it has an encoder")
-    for name in _STATES:
-        kinds = getattr(config, name, None)
-        unknown = set(map(str, kinds)) - _LAYER_TYPES if isinstance(kinds, list) else set()
-        if unknown:
-            raise refuse_foreign(architecture, f"its {name} has {', '.join(sorted(unknown))}")
-    if getattr(config, "num_kv_shared_layers", None):
-        raise refuse_foreign(
-            architecture, "some of its layers use other layers' keys and values (num_kv_shared_layers)"
-        )
-    rope = getattr(config, "rope_parameters", None) or {}
-    ropes = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    if any(one.get("rope_type") == "longrope" for one in ropes):
-        raise refuse_foreign(architecture, "the turns of its rope_type 'longrope' depend on the length of the prompt")
+    check_options(architecture, lambda name: getattr(config, name, None))
 
 
 class _Trial:

@@ -11,19 +11,16 @@ Legend: O outputs, I inputs, B blocks, G groups of 32 inputs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from engine.checkpoint import Checkpoint, TensorSlice
 from engine.gguf_checkpoint import Bytes, GgufCheckpoint
 from engine.native.structures import INT4_ZEROS, INT8_GROUPS
 from engine.quantization.integers import Quantized, keep
-from engine.quantization.interface import Kernels, TritonProducts
+from engine.quantization.stored import Blocks
 
 GROUP = 32
 """Inputs that share a scale in the types that are kept."""
@@ -32,51 +29,21 @@ _MOST_ZERO = 60_000.0
 """A group whose minimum is so many steps away is nothing but its minimum, as far as float16 goes."""
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """The types of a file's matrices."""
+def kept_kind(
+    blocks: Blocks, names: Sequence[str], num_inputs: int, quantization: str, is_in_triton: bool
+) -> int | None:
+    """Returns the kind, of `engine.native.structures`, in which weights of one input are kept together, or None.
 
-    types: tuple[tuple[str, str], ...]
-    """(name as in a Hugging Face checkpoint, ggml's name of its type)."""
-
-    unused_tensors = ()
-    """Endings of tensors that say nothing."""
-
-    def keeps_codes(self, quantization: str, dtype: torch.dtype, kernels: Kernels | None) -> bool:
-        """Whether a model that is loaded so multiplies with codes as they are, wherever that can be.
-
-        On a CPU kernels round activations to 8 bits for the product, as with `Packing`; without any it is slow.
-        """
-        is_free = isinstance(kernels, TritonProducts) or (
-            kernels is not None and kernels.has_products and dtype == torch.bfloat16
-        )
-        return (is_free and quantization == "none") or quantization in ("int4", "int8")
-
-    def kept_kind(self, names: Sequence[str], num_inputs: int, quantization: str, is_in_triton: bool) -> int | None:
-        """Returns the kind, of `engine.native.structures`, in which weights of one input are kept together, or None.
-
-        `num_inputs`: of each rank. Only for a model that keeps codes.
-        """
-        found = {self._type_of.get(name, "") for name in names}
-        if num_inputs % GROUP or not found:
-            return None
-        if found <= _OF_FOUR_BITS and quantization in ("none", "int4"):
-            return INT4_ZEROS
-        if found <= _OF_EIGHT_BITS and quantization in ("none", "int8") and not is_in_triton:
-            return INT8_GROUPS
+    `num_inputs`: of each rank. Only for a model that keeps codes.
+    """
+    found = {blocks.stored_type(name) for name in names}
+    if num_inputs % GROUP or not found:
         return None
-
-    def stored_type(self, name: str) -> str:
-        """ggml's name of the type of a matrix."""
-        return self._type_of.get(name, "")
-
-    def read(self, checkpoint: Checkpoint, part: TensorSlice, out: Tensor) -> None:
-        """Copies a slice of a weight into `out`, decoded."""
-        checkpoint.read(part, out)
-
-    @cached_property
-    def _type_of(self) -> dict[str, str]:
-        return dict(self.types)
+    if found <= _OF_FOUR_BITS and quantization in ("none", "int4"):
+        return INT4_ZEROS
+    if found <= _OF_EIGHT_BITS and quantization in ("none", "int8") and not is_in_triton:
+        return INT8_GROUPS
+    return None
 
 
 def keep_blocks(

@@ -8,8 +8,6 @@ Legend: O outputs, I inputs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -17,65 +15,40 @@ from cluster.errors import CheckpointError
 from engine.checkpoint import Checkpoint, TensorSlice
 from engine.models.experts import MXFP4_GROUP
 from engine.native.structures import MXFP4
-from engine.quantization.integers import Quantized, multiplies_quantized
-from engine.quantization.interface import Kernels
+from engine.quantization.integers import Quantized
 
 _NO_NUMBER = 255
 """The scale that stands for none."""
 
 
-@dataclass(frozen=True)
-class Microscaling:
-    """Experts are in MXFP4 (the OCP's specification of microscaling formats, version 1.0)."""
+def read_expert(checkpoint: Checkpoint, part: TensorSlice, device: torch.device) -> Quantized:
+    """Reads a slice of a weight [O, I] that `part` names without `_blocks`; along inputs in whole groups around it.
 
-    unused_tensors = ()
-    """Endings of tensors that are not read."""
-
-    def keeps_codes(self, quantization: str, dtype: torch.dtype, kernels: Kernels | None) -> bool:
-        """Whether a model that is loaded so multiplies with the experts as they are, wherever that can be: it loses
-        nothing by it, and kernels for the CPU round activations to 8 bits for the product, of the size of what bfloat16
-        rounds."""
-        return multiplies_quantized(kernels) and dtype == torch.bfloat16 and quantization in ("none", "int4")
-
-    def can_keep(self, num_inputs: int) -> bool:
-        """Whether so many inputs of a rank are whole groups."""
-        return num_inputs % MXFP4_GROUP == 0
-
-    def read(self, checkpoint: Checkpoint, part: TensorSlice, out: Tensor) -> None:
-        """Copies a slice of a weight that is no expert's."""
-        checkpoint.read(part, out)
-
-    def read_expert(self, checkpoint: Checkpoint, part: TensorSlice, device: torch.device) -> Quantized:
-        """Reads a slice of a weight [O, I] that `part` names without `_blocks`; along inputs in whole groups around it.
-
-        Raises CheckpointError for tensors that are missing, of another shape or type, or with scales that are no
-        number.
-        """
-        num_outputs, num_inputs = part.shape
-        if num_inputs % MXFP4_GROUP:
-            raise CheckpointError(
-                f"{part.name}_blocks: MXFP4 has groups of {MXFP4_GROUP} inputs, which do not divide the {num_inputs} "
-                "that config.json asks for"
-            )
-        start, stop = part.start, part.shape[part.dim] if part.stop is None else part.stop
-        if part.dim == 1:
-            start, stop = start // MXFP4_GROUP, -(-stop // MXFP4_GROUP)
-        shape = (num_outputs, num_inputs // MXFP4_GROUP)
-        blocks = TensorSlice(f"{part.name}_blocks", (*shape, MXFP4_GROUP // 2), part.dim, start, stop, part.stack)
-        scales = TensorSlice(f"{part.name}_scales", shape, part.dim, start, stop, part.stack)
-        codes, exponents = (
-            torch.empty(piece.local_shape, dtype=torch.uint8, device=device) for piece in (blocks, scales)
+    Raises CheckpointError for tensors that are missing, of another shape or type, or with scales that are no
+    number.
+    """
+    num_outputs, num_inputs = part.shape
+    if num_inputs % MXFP4_GROUP:
+        raise CheckpointError(
+            f"{part.name}_blocks: MXFP4 has groups of {MXFP4_GROUP} inputs, which do not divide the {num_inputs} "
+            "that config.json asks for"
         )
-        checkpoint.read(blocks, codes)
-        checkpoint.read(scales, exponents)
-        if bool((exponents == _NO_NUMBER).any()):
-            raise CheckpointError(f"{checkpoint.describe(scales.name)} has scales of {_NO_NUMBER}, which are no number")
-        return Quantized(codes.flatten(1), exponents, MXFP4, MXFP4_GROUP)
+    start, stop = part.start, part.shape[part.dim] if part.stop is None else part.stop
+    if part.dim == 1:
+        start, stop = start // MXFP4_GROUP, -(-stop // MXFP4_GROUP)
+    shape = (num_outputs, num_inputs // MXFP4_GROUP)
+    blocks = TensorSlice(f"{part.name}_blocks", (*shape, MXFP4_GROUP // 2), part.dim, start, stop, part.stack)
+    scales = TensorSlice(f"{part.name}_scales", shape, part.dim, start, stop, part.stack)
+    codes, exponents = (torch.empty(piece.local_shape, dtype=torch.uint8, device=device) for piece in (blocks, scales))
+    checkpoint.read(blocks, codes)
+    checkpoint.read(scales, exponents)
+    if bool((exponents == _NO_NUMBER).any()):
+        raise CheckpointError(f"{checkpoint.describe(scales.name)} has scales of {_NO_NUMBER}, which are no number")
+    return Quantized(codes.flatten(1), exponents, MXFP4, MXFP4_GROUP)
 
-    def decode_expert(
-        self, checkpoint: Checkpoint, part: TensorSlice, device: torch.device, dtype: torch.dtype
-    ) -> Tensor:
-        """Reads the slice as numbers: exact, unless `dtype` has fewer bits of exponent than bfloat16. Raises as
-        `read_expert` does."""
-        whole = self.read_expert(checkpoint, part, device).dequantize(dtype)
-        return whole.narrow(1, part.start % MXFP4_GROUP, part.local_shape[1]) if part.dim == 1 else whole
+
+def decode_expert(checkpoint: Checkpoint, part: TensorSlice, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Reads the slice as numbers: exact, unless `dtype` has fewer bits of exponent than bfloat16. Raises as
+    `read_expert` does."""
+    whole = read_expert(checkpoint, part, device).dequantize(dtype)
+    return whole.narrow(1, part.start % MXFP4_GROUP, part.local_shape[1]) if part.dim == 1 else whole

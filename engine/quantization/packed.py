@@ -1,9 +1,9 @@
 """Reads linear layers that a checkpoint holds as packed integers: AWQ, GPTQ and compressed-tensors' `pack-quantized`.
 
-`Packing` is what `quantization_config` says (`engine.quantization.stored` reads it). Each int32 holds several codes,
-the first in its lowest bits. GPTQ and compressed-tensors pack along the inputs; AWQ along the outputs, and interleaves
-the eight of a word; all pack zero points along the outputs. compressed-tensors has outputs first, the others inputs. A
-slice is read in whole words and whole groups around it.
+What `quantization_config` says of them is a `Packing`. Each int32 holds several codes, the first in its lowest bits.
+GPTQ and compressed-tensors pack along the inputs; AWQ along the outputs, and interleaves the eight of a word; all pack
+zero points along the outputs. compressed-tensors has outputs first, the others inputs. A slice is read in whole words
+and whole groups around it.
 
 Legend: O outputs, I inputs, G groups of inputs.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,95 +21,32 @@ from cluster.errors import CheckpointError
 from engine.checkpoint import Checkpoint, TensorSlice
 from engine.native.structures import INT4_SPAN
 from engine.quantization.integers import Quantized, keep
-from engine.quantization.interface import Kernels, TritonProducts
+from engine.quantization.stored import WORD_BITS, Packing
 
-Method = Literal["awq", "gptq", "compressed-tensors"]
-WORD_BITS = 32
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """The place in its word at which AWQ puts each of eight outputs."""
 _ROWS_AT_ONCE = 256
 _CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True)
-class Packing:
-    """Weights are (code - zero point) * scale; each group of inputs of an output has its zero point and scale.
+def read_weight(checkpoint: Checkpoint, packing: Packing, part: TensorSlice, out: Tensor) -> None:
+    """Copies a slice of a weight [O, I] into `out`, packed or plain. Raises CheckpointError as `read_codes`."""
+    if part.name in checkpoint:
+        checkpoint.read(part, out)
+    else:
+        read_codes(checkpoint, packing, part, out.device).decode(out)
 
-    AWQ (arXiv 2306.00978) as AutoAWQ's `gemm`; GPTQ (arXiv 2210.17323) as AutoGPTQ and GPTQModel write it;
-    compressed-tensors as llm-compressor does.
+
+def kept_group(packing: Packing, num_inputs: int, num_ranks: int) -> int | None:
+    """Returns the inputs of a group where codes are kept, in a layer of so many inputs on each rank; None where they
+    cannot be.
+
+    `num_ranks`: how many divide the layer's inputs among them.
     """
-
-    method: Method
-    bits: int
-    """Bits of one code: 4 or 8."""
-    group_size: int | None
-    """Inputs of one group; None: all of them."""
-    is_symmetric: bool
-    """Every zero point is the middle of the codes."""
-    has_lowered_zeros: bool
-    """Zero points are stored less one (GPTQ's first layout)."""
-    has_order: bool
-    """Inputs of a group do not lie together: g_idx names the group of each (GPTQ's desc_act)."""
-
-    unused_tensors = (".weight_shape",)
-    """Endings of tensors that say nothing which config.json does not."""
-
-    @property
-    def per_word(self) -> int:
-        """Codes in one int32."""
-        return WORD_BITS // self.bits
-
-    @property
-    def is_outputs_first(self) -> bool:
-        return self.method == "compressed-tensors"
-
-    def name(self, layer: str, what: Literal["codes", "zeros", "scales", "groups"]) -> str:
-        """Returns the name of a layer's tensor."""
-        names = ("weight_packed", "weight_zero_point", "weight_scale", "weight_g_idx")
-        names = names if self.method == "compressed-tensors" else ("qweight", "qzeros", "scales", "g_idx")
-        return f"{layer}.{dict(zip(('codes', 'zeros', 'scales', 'groups'), names, strict=True))[what]}"
-
-    def cut(self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int) -> TensorSlice:
-        """Returns a slice of a tensor whose shape and `dim` are given with outputs last, as it is stored."""
-        if self.is_outputs_first:
-            return TensorSlice(name, shape[::-1], 1 - dim, start, stop)
-        return TensorSlice(name, shape, dim, start, stop)
-
-    def read(self, checkpoint: Checkpoint, part: TensorSlice, out: Tensor) -> None:
-        """Copies a slice of a weight [O, I] into `out`, packed or plain. Raises CheckpointError as `read_codes`."""
-        if part.name in checkpoint:
-            checkpoint.read(part, out)
-        else:
-            read_codes(checkpoint, self, part, out.device).decode(out)
-
-    def keeps_codes(self, quantization: str, dtype: torch.dtype, kernels: Kernels | None) -> bool:
-        """Whether a model that is loaded so multiplies with codes of four bits as they are, wherever that can be.
-
-        The codes lose nothing by it; kernels for the CPU round activations to 8 bits for the product, of the size of
-        what bfloat16 rounds, those in Triton round none. Without kernels it would cost time, and is done only where
-        less memory is asked for.
-        """
-        is_free = isinstance(kernels, TritonProducts) or (
-            kernels is not None and kernels.has_products and dtype == torch.bfloat16
-        )
-        return self.bits == 4 and ((is_free and quantization == "none") or quantization == "int4")
-
-    def kept_group(self, num_inputs: int, num_ranks: int) -> int | None:
-        """Inputs of a group where codes are kept, in a layer of so many inputs on each rank; None where they cannot be.
-
-        `num_ranks`: how many divide the layer's inputs among them.
-        """
-        group = math.gcd(self.group_size or num_inputs, num_inputs)
-        if self.bits != 4 or (num_ranks > 1 and self.is_scattered(num_inputs * num_ranks)) or group % INT4_SPAN:
-            return None
-        return group
-
-    def is_scattered(self, num_inputs: int) -> bool:
-        """Whether a layer of so many inputs must bring them into an order first, in which groups lie together."""
-        return self.has_order and self.num_groups(num_inputs) > 1
-
-    def num_groups(self, num_inputs: int) -> int:
-        return 1 if self.group_size is None else -(-num_inputs // self.group_size)
+    group = math.gcd(packing.group_size or num_inputs, num_inputs)
+    if packing.bits != 4 or (num_ranks > 1 and packing.is_scattered(num_inputs * num_ranks)) or group % INT4_SPAN:
+        return None
+    return group
 
 
 @dataclass(frozen=True)
@@ -191,19 +127,26 @@ def read_codes(checkpoint: Checkpoint, packing: Packing, part: TensorSlice, devi
         groups = groups - first
         cut = (0, first, last + 1)
     shape = (packing.num_groups(num_inputs), num_outputs)
-    scale_slice = packing.cut(packing.name(layer, "scales"), shape, *cut)
+    scale_slice = _cut(packing, packing.name(layer, "scales"), shape, *cut)
     scales = torch.empty(scale_slice.local_shape, device=device)
     checkpoint.read(scale_slice, scales)
     code_name = packing.name(layer, "codes")
-    code_slice = packing.cut(code_name, (num_inputs, num_outputs), 1 - part.dim, part.start, stop)
+    code_slice = _cut(packing, code_name, (num_inputs, num_outputs), 1 - part.dim, part.start, stop)
     packed_dim = 0 if packing.method == "gptq" else 1
     return Codes(
         codes=_unpack(packing, *_read_words(checkpoint, packing, code_slice, packed_dim, device)),
-        zeros=_read_zeros(checkpoint, packing, packing.cut(packing.name(layer, "zeros"), shape, *cut), device),
+        zeros=_read_zeros(checkpoint, packing, _cut(packing, packing.name(layer, "zeros"), shape, *cut), device),
         scales=scales if packing.is_outputs_first else scales.T.contiguous(),
         groups=groups,
         bits=packing.bits,
     )
+
+
+def _cut(packing: Packing, name: str, shape: tuple[int, int], dim: int, start: int, stop: int) -> TensorSlice:
+    """Returns a slice of a tensor whose shape and `dim` are given with outputs last, as it is stored."""
+    if packing.is_outputs_first:
+        return TensorSlice(name, shape[::-1], 1 - dim, start, stop)
+    return TensorSlice(name, shape, dim, start, stop)
 
 
 def _read_groups(checkpoint: Checkpoint, packing: Packing, layer: str, num_inputs: int) -> Tensor:
@@ -258,12 +201,8 @@ def _read_words(
 ) -> tuple[Tensor, _Cut]:
     """The words that hold a slice of integers, which `part` describes as if they were not packed along `packed_dim`."""
     size, per_word = part.shape[packed_dim], packing.per_word
-    if size % per_word:
-        raise CheckpointError(
-            f"{part.name}: {packing.method} packs {per_word} values of {packing.bits} bits in a word, which do not "
-            f"divide the {size} that config.json asks for"
-        )
-    shape = tuple(size // per_word if dim == packed_dim else size for dim, size in enumerate(part.shape))
+    num_words = packing.num_words(part.name, size)
+    shape = tuple(num_words if dim == packed_dim else size for dim, size in enumerate(part.shape))
     start, stop = part.start, part.shape[part.dim] if part.stop is None else part.stop
     cut = _Cut(packed_dim, part.dim, 0, stop - start)
     if part.dim == packed_dim:

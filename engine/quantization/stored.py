@@ -1,21 +1,28 @@
 """How a checkpoint stores its linear layers, as `quantization_config` of its config.json says; what would be read
-wrongly is refused."""
+wrongly is refused. Loads no torch: `packed`, `scaled`, `blocks` and `microscaled` beside this read what lies so.
+
+Legend: O outputs, I inputs.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
 
 from cluster.errors import CheckpointError
 from engine.gguf_files import name_in_folder
 from engine.json_fields import Fields
-from engine.quantization.blocks import Blocks
-from engine.quantization.microscaled import Microscaling
-from engine.quantization.packed import Method, Packing
-from engine.quantization.scaled import Scaling
+from engine.models.experts import MXFP4_GROUP
+from engine.tensor_files import NamedShape, TensorFiles
 
-Stored = Packing | Scaling | Blocks | Microscaling
-"""In integers of four bits, several to a word; in eight bits with scales; in GGUF's blocks; or, of experts alone, in
-MXFP4."""
+Method = Literal["awq", "gptq", "compressed-tensors"]
+Products = Literal["cpu", "triton"] | None
+"""Whose kernels multiply with codes as they are: Baton's for the CPU, those in Triton, or none."""
+WORD_BITS = 32
+Part = Literal["codes", "zeros", "scales", "groups"]
 
 _WHERE = "config.json: quantization_config"
 METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "fbgemm_fp8", "mxfp4", "gguf")
@@ -24,6 +31,198 @@ _LAYOUTS: dict[Method, tuple[str, ...]] = {"awq": ("gemm",), "gptq": ("gptq", "g
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 """The formats of compressed-tensors."""
 _STRATEGIES = ("tensor", "channel", "group", "block")
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Weights are (code - zero point) * scale; each group of inputs of an output has its zero point and scale.
+
+    AWQ (arXiv 2306.00978) as AutoAWQ's `gemm`; GPTQ (arXiv 2210.17323) as AutoGPTQ and GPTQModel write it;
+    compressed-tensors as llm-compressor does.
+    """
+
+    method: Method
+    bits: int
+    """Bits of one code: 4 or 8."""
+    group_size: int | None
+    """Inputs of one group; None: all of them."""
+    is_symmetric: bool
+    """Every zero point is the middle of the codes."""
+    has_lowered_zeros: bool
+    """Zero points are stored less one (GPTQ's first layout)."""
+    has_order: bool
+    """Inputs of a group do not lie together: g_idx names the group of each (GPTQ's desc_act)."""
+
+    unused_tensors = (".weight_shape",)
+    """Endings of tensors that say nothing which config.json does not."""
+
+    def keeps_codes(self, quantization: str, is_bfloat16: bool, products: Products) -> bool:
+        """Whether a model that is loaded so multiplies with codes of four bits as they are, wherever that can be.
+
+        The codes lose nothing by it; kernels for the CPU round activations to 8 bits for the product, of the size of
+        what bfloat16 rounds, those in Triton round none. Without kernels it would cost time, and is done only where
+        less memory is asked for.
+        """
+        is_free = products == "triton" or (products == "cpu" and is_bfloat16)
+        return self.bits == 4 and ((is_free and quantization == "none") or quantization == "int4")
+
+    def tensors_of(self, name: str, shape: tuple[int, ...], files: TensorFiles) -> Iterator[NamedShape]:
+        """Yields what a checkpoint has for a weight [O, I]. Raises CheckpointError for one that fills no words."""
+        if name in files:
+            yield name, shape
+            return
+        layer, (num_outputs, num_inputs) = name.removesuffix(".weight"), shape
+        codes, zeros, scales, groups = (self.name(layer, what) for what in ("codes", "zeros", "scales", "groups"))
+        num_groups = self.num_groups(num_inputs)
+        if self.method == "awq":
+            yield codes, (num_inputs, self.num_words(codes, num_outputs))
+        else:
+            words = self.num_words(codes, num_inputs)
+            yield codes, (num_outputs, words) if self.is_outputs_first else (words, num_outputs)
+        yield scales, (num_outputs, num_groups) if self.is_outputs_first else (num_groups, num_outputs)
+        if not (self.is_outputs_first and self.is_symmetric):
+            words = self.num_words(zeros, num_outputs)
+            yield zeros, (words, num_groups) if self.is_outputs_first else (num_groups, words)
+        if self.has_order or groups in files:
+            yield groups, (num_inputs,)
+
+    def num_words(self, name: str, size: int) -> int:
+        """Returns the words of so many codes in a row of a tensor. Raises CheckpointError."""
+        if size % self.per_word:
+            raise CheckpointError(
+                f"{name}: {self.method} packs {self.per_word} values of {self.bits} bits in a word, which do not "
+                f"divide the {size} that config.json asks for"
+            )
+        return size // self.per_word
+
+    @property
+    def per_word(self) -> int:
+        """Codes in one int32."""
+        return WORD_BITS // self.bits
+
+    @property
+    def is_outputs_first(self) -> bool:
+        return self.method == "compressed-tensors"
+
+    def name(self, layer: str, what: Part) -> str:
+        """Returns the name of a layer's tensor."""
+        names = ("weight_packed", "weight_zero_point", "weight_scale", "weight_g_idx")
+        names = names if self.method == "compressed-tensors" else ("qweight", "qzeros", "scales", "g_idx")
+        return f"{layer}.{dict(zip(('codes', 'zeros', 'scales', 'groups'), names, strict=True))[what]}"
+
+    def is_scattered(self, num_inputs: int) -> bool:
+        """Whether a layer of so many inputs must bring them into an order first, in which groups lie together."""
+        return self.has_order and self.num_groups(num_inputs) > 1
+
+    def num_groups(self, num_inputs: int) -> int:
+        return 1 if self.group_size is None else -(-num_inputs // self.group_size)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Weights are codes times scales; layers without scales are plain."""
+
+    form: Literal["fp8", "int8"]
+    block: tuple[int | None, int | None]
+    """Outputs and inputs that share a scale; None: all of them."""
+    scale_name: Literal["weight_scale", "weight_scale_inv"] = "weight_scale"
+
+    unused_tensors = (".input_scale", ".output_scale", ".k_scale", ".v_scale")
+    """Endings of tensors for activations that are rounded, which are not here."""
+
+    @property
+    def scales_by(self) -> str:
+        """Says which weights share a scale."""
+        rows, columns = self.block
+        if rows is not None and columns is not None:
+            return f"in blocks of {rows}x{columns}"
+        return "by outputs" if rows == 1 else "by tensors"
+
+    def keeps_codes(self, quantization: str, is_bfloat16: bool, products: Products) -> bool:
+        """Whether a model that is loaded so multiplies with int8 as it is: it loses nothing by it, and kernels for the
+        CPU round activations to 8 bits for the product, of the size of what bfloat16 rounds."""
+        if self.form != "int8" or self.block != (1, None) or quantization not in ("none", "int8"):
+            return False
+        return quantization == "int8" or (products is not None and is_bfloat16)
+
+    def tensors_of(self, name: str, shape: tuple[int, ...], files: TensorFiles) -> Iterator[NamedShape]:
+        """Yields what a checkpoint has for a weight [O, I]: without scales it is plain."""
+        yield name, shape
+        scales = self.scales_of(name)
+        if scales in files:
+            found = files.shape_of(scales)
+            yield scales, found if self.fits(found, shape) else self.scales_shape(shape)
+
+    def scales_of(self, name: str) -> str:
+        """Returns the name of a weight's scales."""
+        return f"{name.removesuffix('.weight')}.{self.scale_name}"
+
+    def scales_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the blocks of outputs and of inputs of a weight [O, I]."""
+        return tuple(1 if block is None else -(-size // block) for size, block in zip(shape, self.block, strict=True))
+
+    def fits(self, found: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+        """Whether scales of a shape are those of a weight [O, I]; a dimension of one may be left out."""
+        wanted = self.scales_shape(shape)
+        return math.prod(found) == math.prod(wanted) and (min(wanted) == 1 or found == wanted)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The types of a GGUF file's matrices."""
+
+    types: tuple[tuple[str, str], ...]
+    """(name as in a Hugging Face checkpoint, ggml's name of its type)."""
+
+    unused_tensors = ()
+    """Endings of tensors that say nothing."""
+
+    def keeps_codes(self, quantization: str, is_bfloat16: bool, products: Products) -> bool:
+        """Whether a model that is loaded so multiplies with codes as they are, wherever that can be.
+
+        On a CPU kernels round activations to 8 bits for the product, as with `Packing`; without any it is slow.
+        """
+        is_free = products == "triton" or (products == "cpu" and is_bfloat16)
+        return (is_free and quantization == "none") or quantization in ("int4", "int8")
+
+    def tensors_of(self, name: str, shape: tuple[int, ...], files: TensorFiles) -> Iterator[NamedShape]:
+        """Yields what a checkpoint has for a weight: a tensor of its name."""
+        yield name, shape
+
+    def stored_type(self, name: str) -> str:
+        """ggml's name of the type of a matrix."""
+        return self._type_of.get(name, "")
+
+    @cached_property
+    def _type_of(self) -> dict[str, str]:
+        return dict(self.types)
+
+
+@dataclass(frozen=True)
+class Microscaling:
+    """Experts are in MXFP4 (the OCP's specification of microscaling formats, version 1.0)."""
+
+    unused_tensors = ()
+    """Endings of tensors that are not read."""
+
+    def keeps_codes(self, quantization: str, is_bfloat16: bool, products: Products) -> bool:
+        """Whether a model that is loaded so multiplies with the experts as they are, wherever that can be: it loses
+        nothing by it, and kernels for the CPU round activations to 8 bits for the product, of the size of what bfloat16
+        rounds."""
+        return products == "cpu" and is_bfloat16 and quantization in ("none", "int4")
+
+    def tensors_of(self, name: str, shape: tuple[int, ...], files: TensorFiles) -> Iterator[NamedShape]:
+        """Yields what a checkpoint has for a weight that is no expert's: a tensor of its name."""
+        yield name, shape
+
+    def can_keep(self, num_inputs: int) -> bool:
+        """Whether so many inputs of a rank are whole groups."""
+        return num_inputs % MXFP4_GROUP == 0
+
+
+Stored = Packing | Scaling | Blocks | Microscaling
+"""In integers of four bits, several to a word; in eight bits with scales; in GGUF's blocks; or, of experts alone, in
+MXFP4."""
 
 
 def read_stored(fields: Fields) -> Stored | None:

@@ -22,9 +22,10 @@ from engine.model_cost import describe_weights, weight_bytes
 from engine.models.folder import read_model
 from engine.native import native
 from engine.native.structures import BF16, INT4_ZEROS, INT8_GROUPS
-from engine.quantization.blocks import Blocks, keep_blocks
+from engine.quantization.blocks import keep_blocks, kept_kind
 from engine.quantization.integers import Quantized, make_quantized, stored_bytes
 from engine.quantization.interface import TiledMatrix
+from engine.quantization.stored import Blocks
 
 KERNELS, WHY_NOT = native()
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_hidden_layers": 2}
@@ -226,9 +227,9 @@ def test_inputs_that_ranks_cut_within_a_group_are_decoded(files: Files) -> None:
     packing = read_model(files("llama", "Q4_0")[0]).packing
     assert isinstance(packing, Blocks)
     name = ["model.layers.0.self_attn.o_proj.weight"]
-    assert packing.kept_kind(name, 32, "none", False) == INT4_ZEROS
-    assert packing.kept_kind(name, 16, "none", False) is None
-    assert packing.kept_kind(name, 32, "none", True) == INT4_ZEROS
-    assert packing.kept_kind(name, 32, "int8", False) is None
+    assert kept_kind(packing, name, 32, "none", False) == INT4_ZEROS
+    assert kept_kind(packing, name, 16, "none", False) is None
+    assert kept_kind(packing, name, 32, "none", True) == INT4_ZEROS
+    assert kept_kind(packing, name, 32, "int8", False) is None
     eight = read_model(files("llama", "Q8_0")[0]).packing
-    assert isinstance(eight, Blocks) and eight.kept_kind(name, 32, "none", True) is None
+    assert isinstance(eight, Blocks) and kept_kind(eight, name, 32, "none", True) is None

@@ -20,7 +20,7 @@ from engine.native import native
 from engine.native.structures import MXFP4
 from engine.quantization.integers import Quantized
 from engine.quantization.interface import Matrix, TiledMatrix
-from engine.quantization.microscaled import Microscaling
+from engine.quantization.microscaled import read_expert
 
 KERNELS, WHY_NOT = native()
 IDS = torch.randint(0, VOCAB_SIZE, (60,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -131,4 +131,4 @@ def test_inputs_that_groups_do_not_divide_are_refused(folders: tuple[Path, Path]
         Checkpoint(folders[0]) as checkpoint,
         pytest.raises(CheckpointError, match="do not divide the 120 that"),
     ):
-        Microscaling().read_expert(checkpoint, part, torch.device("cpu"))
+        read_expert(checkpoint, part, torch.device("cpu"))

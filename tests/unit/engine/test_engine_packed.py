@@ -18,7 +18,8 @@ from thread_group import ThreadGroup
 from cluster.errors import CheckpointError
 from engine.checkpoint import Checkpoint, TensorSlice
 from engine.models.folder import read_model
-from engine.quantization.packed import Packing, read_codes
+from engine.quantization.packed import read_codes
+from engine.quantization.stored import Packing
 from engine.tp import SingleGroup
 
 IDS = [(i * 37) % 317 + 3 for i in range(60)]

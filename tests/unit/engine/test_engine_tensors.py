@@ -14,6 +14,7 @@ import torch
 from checkpoints import make_checkpoint
 from gguf_files import write_gguf
 from mxfp4_checkpoints import make_mxfp4
+from packed_checkpoints import Format, make_packed
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -23,6 +24,11 @@ from engine.gguf_files import open_tensor_files
 from engine.models.folder import read_model
 from engine.models.tensors import check_folder, declared_tensors
 
+FORMATS = [
+    *(Format("awq"), Format("gptq", is_shuffled=True), Format("fp8", block=(128, 128)), Format("fbgemm_fp8")),
+    Format("compressed-tensors", layout="pack-quantized"),
+    Format("compressed-tensors", layout="int-quantized", bits=8, strategy="channel", is_symmetric=True),
+]
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 
 
@@ -66,7 +72,7 @@ def test_of_biased_latents_what_is_declared_is_what_a_checkpoint_has(tmp_path: P
 
 def test_of_mxfp4_what_is_declared_is_what_a_checkpoint_has(tmp_path: Path) -> None:
     folder, _ = make_mxfp4(tmp_path / "mxfp4", plain=tmp_path / "plain")
-    assert dict(declared_tensors(read_model(folder), "mxfp4")) == _shapes(folder)
+    assert dict(declared_tensors(read_model(folder))) == _shapes(folder)
     check_folder(folder)
     tensors = load_file(folder / "model.safetensors")
     tensors.pop("model.layers.2.mlp.experts.down_proj_scales")
@@ -80,7 +86,7 @@ def test_of_gguf_what_is_declared_is_what_a_file_has(kind: str, tmp_path: Path) 
     file = write_gguf(folder, tmp_path / "model.gguf")
     with open_tensor_files(file) as files:
         found = {name: files.shape_of(name) for name in files.names}
-    assert dict(declared_tensors(read_model(file), "gguf")) == found == _shapes(folder)
+    assert dict(declared_tensors(read_model(file))) == found == _shapes(folder)
     check_folder(file)
 
 
@@ -115,13 +121,55 @@ def test_all_this_takes_no_torch(folder: Path, tmp_path: Path) -> None:
     _edit(odd, architectures=["OddForCausalLM"])
     code = (
         "import sys; from pathlib import Path; from worker.check_model import main; "
-        "print([main(path, 'auto') for path in sys.argv[1:]], 'torch' in sys.modules)"
+        "print([main(path, 'auto') for path in sys.argv[1:]], {'torch', 'transformers'} & {*sys.modules})"
     )
-    command = [sys.executable, "-c", code, *map(str, (folder, mxfp4, file, odd))]
+    packed = [make_packed(Format(method), tmp_path / method)[0] for method in ("awq", "gptq")]
+    mamba = tmp_path / "mamba"
+    mamba.mkdir()
+    (mamba / "config.json").write_text('{"architectures": ["MambaForCausalLM"], "model_type": "mamba"}')
+    command = [sys.executable, "-c", code, *map(str, (folder, mxfp4, file, *packed, odd, mamba))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout.strip() == "[0, 0, 0, 3] False", done.stderr
+    assert done.stdout.strip() == "[0, 0, 0, 0, 0, 3, 3] set()", done.stderr
     assert "architecture 'OddForCausalLM' is not served by transformers' code" in done.stderr
-    assert "has no such model; by its own Baton serves Llama" in done.stderr
+    assert "has no such language model; by its own Baton serves Llama" in done.stderr
+    assert "'MambaForCausalLM' is not served by transformers' code: it does not take attention" in done.stderr
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_a_packed_folder_is_taken_whole_and_refused_without_a_tensor(fmt: Format, tmp_path: Path) -> None:
+    folder, _ = make_packed(fmt, tmp_path)
+    check_folder(folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    layer = K_PROJ.removesuffix(".weight")
+    for name in sorted(name for name in tensors if name.startswith(layer)):
+        if not name.endswith(("input_scale", "weight_scale", "weight_scale_inv", "weight_shape", ".g_idx")):
+            save_file({other: tensors[other] for other in tensors if other != name}, file)
+            assert f"tensor {name} is missing (expected shape" in _refusal(folder)
+
+
+@pytest.mark.parametrize("changes", [{"group_size": 48}, {"bits": 8}], ids=str)
+def test_packed_tensors_of_another_shape_than_config_json_says_are_refused(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    folder, _ = make_packed(Format("gptq"), tmp_path)
+    said = json.loads((folder / "config.json").read_text())["quantization_config"]
+    _edit(folder, quantization_config=said | changes)
+    assert "has shape [" in _refusal(folder)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3-next"])
+def test_a_tensor_that_has_no_place_is_refused_with_the_file(kind: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(kind, tmp_path)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)}, file)
+    check_folder(folder)
+    save_file({**tensors, "model.layers.0.self_attn.extra.weight": torch.zeros(2)}, file)
+    assert f"{file}: tensor model.layers.0.self_attn.extra.weight has no place in the architecture" in _refusal(folder)
+    if kind == "qwen3-next":
+        save_file({**tensors, "mtp.layers.0.norm.weight": torch.zeros(2)}, file)
+        check_folder(folder)
 
 
 def test_a_folder_without_weights_is_enough_for_timed_steps(folder: Path) -> None:

@@ -110,12 +110,12 @@ def test_a_model_that_is_not_served_is_refused_by_name_and_reason(model_type: st
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ({"architectures": ["NobodyForCausalLM"], "model_type": "llama"}, "has no such model"),
-        ({"architectures": ["GPT2Config"], "model_type": "gpt2"}, "transformers has something else of that name"),
+        ({"architectures": ["NobodyForCausalLM"], "model_type": "llama"}, "has no such language model"),
+        ({"architectures": ["GPT2Config"], "model_type": "gpt2"}, "has no such language model"),
         ({"architectures": ["CohereForCausalLM"], "model_type": "nobody"}, "does not read its config.json"),
         ({"architectures": ["CohereForCausalLM"], "model_type": "gpt2"}, "transformers makes a GPT2LMHeadModel"),
         ({"architectures": ["CohereForCausalLM"], "model_type": "cohere", "hidden_size": -3}, "CohereForCausalLM"),
-        ({"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava"}, "it takes more than text"),
+        ({"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava"}, "has no such language model"),
         (
             {"architectures": ["OwnForCausalLM"], "model_type": "own", "auto_map": {"AutoModelForCausalLM": "own.Own"}},
             "auto_map",
