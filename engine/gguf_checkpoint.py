@@ -1,8 +1,8 @@
 """Reads a GGUF file's weights as if they were a Hugging Face checkpoint: by its names, shapes and order of rows.
 
-llama.cpp keeps the two halves of each query and key head of Llama interleaved, and Gemma's norms with the one added
-that transformers adds; both are taken back here. Blocks become numbers by the `gguf` package; `raw_blocks` gives them
-as they are.
+llama.cpp keeps the two halves of each query and key head of Llama and Mixtral interleaved, and Gemma's norms with the
+one added that transformers adds; both are taken back here. Blocks become numbers by the `gguf` package; `raw_blocks`
+gives them as they are.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from engine.weight_stream import WeightStream
 
 Bytes = npt.NDArray[np.uint8]
 
+_INTERLEAVED = ("LlamaForCausalLM", "MixtralForCausalLM")
 _ELEMENTS_AT_ONCE = 1 << 22
 """Elements that are decoded in one go, as float32."""
 
@@ -42,7 +43,7 @@ class GgufCheckpoint(GgufFile, Checkpoint):
     def _open_files(self) -> None:
         super()._open_files()
         head_dim = model_config(self._header)["head_dim"]
-        self._half_head = head_dim // 2 if self._architecture == "LlamaForCausalLM" else 0
+        self._half_head = head_dim // 2 if self._architecture in _INTERLEAVED else 0
         """Rows of half a head, where halves are interleaved."""
         self._content: Bytes = np.memmap(self._folder, dtype=np.uint8, mode="r")
 

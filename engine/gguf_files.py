@@ -5,6 +5,8 @@ Owns llama.cpp's names; `engine.gguf_checkpoint` reads the data.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from cluster.errors import CheckpointError
@@ -30,12 +32,29 @@ _OF_LAYER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+_EXPERTS = ".experts."
 _OF_GEMMA = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_OF_MIXTRAL = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.w2",
+}
+_SPECIAL = {"Gemma2ForCausalLM": _OF_GEMMA, "Gemma3ForCausalLM": _OF_GEMMA, "MixtralForCausalLM": _OF_MIXTRAL}
+"""Names that an architecture has instead."""
 
 
 def open_tensor_files(path: Path) -> TensorFiles:
@@ -44,15 +63,32 @@ def open_tensor_files(path: Path) -> TensorFiles:
     return TensorFiles(path) if file is None else GgufFile(file)
 
 
-def name_in_folder(stored: str, *, is_gemma: bool = False) -> str:
-    """Returns the name that a tensor has in a Hugging Face checkpoint; its own where it has none there."""
+def name_in_folder(stored: str, architecture: str) -> str:
+    """Returns the name that a tensor has in a Hugging Face checkpoint; its own where it has none there. That of all
+    experts of a layer leaves out their numbers."""
     name, _, ending = stored.rpartition(".")
     if name in _WHOLE:
         return f"{_WHOLE[name]}.{ending}"
     block, _, rest = name.partition(".")
     layer, _, part = rest.partition(".")
-    known = {**_OF_LAYER, **_OF_GEMMA} if is_gemma else _OF_LAYER
+    known = {**_OF_LAYER, **_SPECIAL.get(architecture, {})}
     return f"model.layers.{layer}.{known[part]}.{ending}" if block == "blk" and part in known else stored
+
+
+def _in_folder(name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
+    """Yields the tensors that a Hugging Face checkpoint has in place of one of the file: each expert's matrix by
+    itself, and the gate of a shared expert as a matrix."""
+    if _EXPERTS in name and len(tensor.shape) == 3:
+        block, _, part = name.partition(_EXPERTS)
+        count, *shape = tensor.shape
+        size = tensor.size_bytes // count
+        for number in range(count):
+            expert = replace(tensor, shape=tuple(shape), start=tensor.start + number * size)
+            yield f"{block}{_EXPERTS}{number}.{part}", expert
+    elif name.endswith("shared_expert_gate.weight") and len(tensor.shape) == 1:
+        yield name, replace(tensor, shape=(1, *tensor.shape))
+    else:
+        yield name, tensor
 
 
 class GgufFile(TensorFiles):
@@ -62,13 +98,13 @@ class GgufFile(TensorFiles):
         self._header: GgufHeader = read_header(self._folder)
         self._architecture = str(model_config(self._header)["architectures"][0])
         self._tensors: dict[str, StoredTensor] = {}
-        for stored, tensor in self._header.tensors.items():
-            name = name_in_folder(stored, is_gemma=self._is_gemma)
-            if name in self._tensors:
-                both = f"{self._tensors[name].name} and {stored}"
-                raise CheckpointError(f"{self._folder}: tensors {both} are both {name}")
-            self._tensors[name] = tensor
-            self._file_of_tensor[name] = self._folder.name
+        for stored, whole in self._header.tensors.items():
+            for name, tensor in _in_folder(name_in_folder(stored, self._architecture), whole):
+                if name in self._tensors:
+                    both = f"{self._tensors[name].name} and {stored}"
+                    raise CheckpointError(f"{self._folder}: tensors {both} are both {name}")
+                self._tensors[name] = tensor
+                self._file_of_tensor[name] = self._folder.name
         self._unread.update(self._tensors.keys() - {ROPE_FACTORS})
 
     @property

@@ -102,3 +102,9 @@ def _shown(value: float) -> str:
     """Shortens an integer of very many digits."""
     text = repr(value)
     return text if len(text) <= _MOST_DIGITS else f"a number of {len(text)} digits"
+
+
+def architecture_of(fields: Fields) -> str:
+    """Returns the first of config.json's `architectures`; empty if it names none."""
+    names = fields.get("architectures") or []
+    return str(names[0]) if isinstance(names, list) and names else ""

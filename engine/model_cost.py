@@ -204,8 +204,9 @@ def _kept(config: ModelConfig, matrix: MatrixShape, form: WeightForm, is_read: b
         kept, size = _kept_as(config, matrix, form, packing, is_read)
         yield _Kept(_stored_name(config, packing), kept, matrix.count * size)
         return
-    for layer in range(config.num_hidden_layers):
-        names = [f"model.layers.{layer}.{part}" for part in matrix.parts]
+    of_layers = [[f"model.layers.{layer}.{part}" for part in matrix.parts] for layer in range(config.num_hidden_layers)]
+    held = [names for names in of_layers if packing.stored_type(names[0])]
+    for names in held:
         types = {packing.stored_type(name) for name in names}
         kind = None
         if form.keeps_codes:
@@ -215,7 +216,7 @@ def _kept(config: ModelConfig, matrix: MatrixShape, form: WeightForm, is_read: b
         else:
             kept = f"kept as {'int4' if kind == INT4_ZEROS else 'int8'} in groups of {GROUP}"
             size = stored_bytes(matrix.shape, kind, GROUP, form.are_codes_tiled)
-        yield _Kept(f"GGUF {' + '.join(sorted(types))}", kept, size)
+        yield _Kept(f"GGUF {' + '.join(sorted(types))}", kept, matrix.count // len(held) * size)
 
 
 def _packing_of(config: ModelConfig, matrix: MatrixShape) -> Stored | None:

@@ -9,11 +9,11 @@ from cluster.config.choices import QuantizationName
 from cluster.config.source import nearest
 from cluster.errors import CheckpointError, ConfigError
 from cluster.model_folder import CONTEXT_NAMES
-from engine.json_fields import Fields, read_json
+from engine.json_fields import Fields, architecture_of, read_json
 from engine.models.config import ModelConfig
 from engine.models.deepseek import read_latent
 from engine.models.family import read_num_layers
-from engine.models.registry import FAMILIES, architecture_of, read_config
+from engine.models.registry import FAMILIES, read_config
 from simulate.known_models import KNOWN_MODELS
 from simulate.shapes import ExpertsShape, ModelShape
 

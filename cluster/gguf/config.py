@@ -16,6 +16,11 @@ from cluster.gguf.header import GgufHeader, Value
 ROPE_FACTORS = "rope_freqs.weight"
 """The tensor that stands for Llama 3's scaling of rope: what each frequency is divided by."""
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+EXPERTS, SHARED_EXPERT = "blk.0.ffn_gate_exps.weight", "blk.0.ffn_gate_shexp.weight"
+_ROUTER = ".ffn_gate_inp"
+"""Within the names of matrices that are always in F32."""
+_SOFTMAX = 1
+"""llama.cpp's number of the function that makes shares of a router's outputs."""
 _DTYPES = {"F32": "float32", "F16": "float16"}
 _LLAMA3_LOW, _LLAMA3_HIGH = 1.0, 4.0
 _LLAMA3_LENGTHS = tuple(1 << bits for bits in range(8, 21))
@@ -27,6 +32,7 @@ class _Architecture:
     """An architecture of llama.cpp, as transformers has it."""
 
     name: str
+    """Empty: it always has experts."""
     default_theta: float = 10_000.0
     has_windows: bool = False
     window_pattern: int | None = None
@@ -35,12 +41,18 @@ class _Architecture:
     """With so many layers, attention is scaled by the width of a head's share of hidden_size, not by that of a head."""
     has_factors: bool = False
     """Its rope may be scaled as in Llama 3."""
+    with_experts: str = ""
+    """Its name if it has experts; empty: then it is not read."""
+    normalizes: bool = True
+    """Whether a token's shares in experts add up to one."""
 
 
 ARCHITECTURES = {
-    "llama": _Architecture("LlamaForCausalLM", has_factors=True),
+    "llama": _Architecture("LlamaForCausalLM", has_factors=True, with_experts="MixtralForCausalLM"),
     "qwen2": _Architecture("Qwen2ForCausalLM"),
+    "qwen2moe": _Architecture("", with_experts="Qwen2MoeForCausalLM", normalizes=False),
     "qwen3": _Architecture("Qwen3ForCausalLM"),
+    "qwen3moe": _Architecture("", with_experts="Qwen3MoeForCausalLM"),
     "gemma2": _Architecture("Gemma2ForCausalLM", has_windows=True, window_pattern=2, scalar_layers=46),
     "gemma3": _Architecture(
         "Gemma3ForCausalLM", default_theta=1_000_000.0, has_windows=True, window_pattern=6, scalar_layers=62
@@ -68,15 +80,14 @@ class _Metadata:
     def config(self) -> dict[str, Any]:
         heads, layers, hidden = (self._size(k) for k in ("attention.head_count", "block_count", "embedding_length"))
         head_dim = self._head_dim(hidden // heads)
-        if self._own("expert_count"):
-            raise self._wrong(f"{self._key}.expert_count {self._own('expert_count')}: experts are not read from GGUF")
+        experts = self._experts()
         embedding = self._header.tensors.get(EMBEDDING)
         if embedding is None or len(embedding.shape) != 2:
             raise self._wrong(f"tensor {EMBEDDING} is missing or no matrix")
         return {
-            "architectures": [self._architecture.name],
+            "architectures": [self._architecture.with_experts if experts else self._architecture.name],
             "hidden_size": hidden,
-            "intermediate_size": self._size("feed_forward_length"),
+            "intermediate_size": self._size("feed_forward_length", experts.get("moe_intermediate_size")),
             "num_hidden_layers": layers,
             "num_attention_heads": heads,
             "num_key_value_heads": self._size("attention.head_count_kv", heads),
@@ -93,6 +104,7 @@ class _Metadata:
             "bos_token_id": self._values.get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": self._ends(),
             "quantization_config": {"quant_method": "gguf", "types": self._matrix_types()},
+            **experts,
             **(self._windows(layers, heads, hidden, head_dim) if self._architecture.has_windows else {}),
         }
 
@@ -109,6 +121,45 @@ class _Metadata:
                     f"{self._key}.{name} {self._own(name)} is not the heads' size {size}, as Baton needs it"
                 )
         return size
+
+    def _experts(self) -> dict[str, Any]:
+        """Returns the fields that only models with experts have; they are told by all names that families have."""
+        if self._own("expert_count") is None and self._architecture.name:
+            return {}
+        if not self._architecture.with_experts:
+            raise self._wrong(f"{self._key}.expert_count: a {self._key} with experts is not read from GGUF")
+        for name, usual in (("expert_gating_func", _SOFTMAX), ("expert_weights_scale", 1.0)):
+            if self._own(name) not in (None, 0, usual):
+                raise self._wrong(f"{self._key}.{name} {self._own(name)!r} is not supported; Baton reads {usual}")
+        count, chosen = self._size("expert_count"), self._size("expert_used_count")
+        width = self._width(EXPERTS, (count, None, self._size("embedding_length")))
+        normalizes = self._own("expert_weights_norm")
+        fields = {
+            "num_local_experts": count,
+            "num_experts": count,
+            "num_experts_per_tok": chosen,
+            "moe_intermediate_size": width,
+            "norm_topk_prob": self._architecture.normalizes if normalizes is None else normalizes,
+        }
+        if SHARED_EXPERT in self._header.tensors:
+            fields["shared_expert_intermediate_size"] = self._width(
+                SHARED_EXPERT, (None, self._size("embedding_length"))
+            )
+        return fields
+
+    def _width(self, name: str, shape: tuple[int | None, ...]) -> int:
+        """Returns the size of a tensor where its shape has None."""
+        tensor = self._header.tensors.get(name)
+        found = () if tensor is None else tensor.shape
+        if len(found) != len(shape) or any(
+            wanted not in (None, size) for size, wanted in zip(found, shape, strict=True)
+        ):
+            told = "is missing" if tensor is None else f"has shape {list(found)}"
+            sizes = ", ".join("width" if size is None else str(size) for size in shape)
+            raise self._wrong(
+                f"tensor {name} {told} (expected shape [{sizes}]); convert the model with a newer llama.cpp"
+            )
+        return found[shape.index(None)]
 
     def _windows(self, layers: int, heads: int, hidden: int, head_dim: int) -> dict[str, Any]:
         """Returns the fields that only Gemma has."""
@@ -166,13 +217,13 @@ class _Metadata:
             return struct.unpack(f"<{count}f", file.read(tensor.size_bytes))
 
     def _matrix_types(self) -> dict[str, str]:
-        """The type of each matrix of the layers and of the head, by its name in the file."""
-        matrices = {name: each.kind.name for name, each in self._header.tensors.items() if len(each.shape) == 2}
+        """The type of each matrix of the layers and of the head, by its name in the file; one for all experts."""
+        matrices = {name: each.kind.name for name, each in self._header.tensors.items() if len(each.shape) in (2, 3)}
         return {name: kind for name, kind in matrices.items() if name != EMBEDDING}
 
     def _dtype(self) -> str:
         """bfloat16 unless all matrices are in one other type of floating point."""
-        kinds = set(self._matrix_types().values())
+        kinds = {kind for name, kind in self._matrix_types().items() if _ROUTER not in name}
         return _DTYPES.get(kinds.pop(), "bfloat16") if len(kinds) == 1 else "bfloat16"
 
     def _ends(self) -> list[int] | None:

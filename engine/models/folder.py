@@ -12,10 +12,10 @@ from pathlib import Path
 
 from cluster.errors import CheckpointError, ConfigError
 from cluster.model_folder import gguf_file, has_model_file
-from engine.json_fields import Fields, read_json
+from engine.json_fields import Fields, architecture_of, read_json
 from engine.models.config import ModelConfig
 from engine.models.family import token_ids
-from engine.models.registry import FAMILIES, architecture_of, read_config, refuse_foreign
+from engine.models.registry import FAMILIES, read_config, refuse_foreign
 from engine.models.transformers_source import check_options, check_source
 from engine.quantization.stored import read_stored
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cluster.errors import CheckpointError
-from engine.json_fields import Fields
+from engine.json_fields import Fields, architecture_of
 from engine.models import (
     deepseek,
     gemma,
@@ -33,12 +33,6 @@ def refuse_foreign(architecture: str, why: str) -> CheckpointError:
         f"config.json: architecture {architecture!r} is not served by transformers' code: {why}; "
         f"by its own Baton serves {', '.join(FAMILIES)}"
     )
-
-
-def architecture_of(fields: Fields) -> str:
-    """Returns the first of config.json's `architectures`; empty if it names none."""
-    names = fields.get("architectures") or []
-    return str(names[0]) if isinstance(names, list) and names else ""
 
 
 def read_config(fields: Fields) -> ModelConfig:

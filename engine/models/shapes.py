@@ -33,7 +33,7 @@ class MatrixShape:
     is_rounded: bool = True
     """Whether `model.quantization` rounds it."""
     parts: tuple[str, ...] = ()
-    """Names of the weights that are fused in it, below `model.layers.N`; empty: those of experts."""
+    """Names of the weights that are fused in it, below `model.layers.N`, without the numbers of experts."""
     is_laid_out: bool = True
     """Whether it is laid out for the kernels that multiply with it; else it stays as it is read."""
 
@@ -66,10 +66,16 @@ def layer_matrices(config: ModelConfig, tp_size: int) -> list[MatrixShape]:
     count = experts.num_layers
     slices = tp_size // experts.num_groups
     routed = _mlp_matrices(experts.intermediate_size, count * experts.most_held, config, slices)
-    matrices += [replace(matrix, is_expert=True) for matrix in routed]
+    names = experts.names
+    block, gates = f"{names.block}.experts", (names.gate, names.up)
+    parts = (tuple(f"{block}.{gate}.weight" for gate in gates), (f"{block}.{names.down}.weight",))
+    matrices += [replace(each, is_expert=True, parts=own) for each, own in zip(routed, parts, strict=True)]
     matrices.append(MatrixShape(experts.num_experts, hidden, count, is_rounded=False))
     if shared := experts.shared_intermediate_size:
-        matrices += _mlp_matrices(shared, count, config, tp_size)
+        block = f"{names.block}.{names.shared}"
+        parts = (tuple(f"{block}.{gate}_proj.weight" for gate in ("gate", "up")), (f"{block}.down_proj.weight",))
+        both = zip(_mlp_matrices(shared, count, config, tp_size), parts, strict=True)
+        matrices += [replace(each, parts=own) for each, own in both]
         if experts.has_shared_gate:
             matrices.append(MatrixShape(1, hidden, count, is_rounded=False))
     return matrices

@@ -7,6 +7,7 @@ Legend: O outputs, I inputs.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +15,7 @@ from typing import Any, Literal
 
 from cluster.errors import CheckpointError
 from engine.gguf_files import name_in_folder
-from engine.json_fields import Fields
+from engine.json_fields import Fields, architecture_of
 from engine.models.experts import MXFP4_GROUP
 from engine.tensor_files import NamedShape, TensorFiles
 
@@ -24,6 +25,7 @@ Products = Literal["cpu", "triton"] | None
 WORD_BITS = 32
 Part = Literal["codes", "zeros", "scales", "groups"]
 
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 _WHERE = "config.json: quantization_config"
 METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "fbgemm_fp8", "mxfp4", "gguf")
 _BITS = {"awq": (4,), "gptq": (4, 8), "compressed-tensors": (4, 8)}
@@ -172,7 +174,7 @@ class Blocks:
     """The types of a GGUF file's matrices."""
 
     types: tuple[tuple[str, str], ...]
-    """(name as in a Hugging Face checkpoint, ggml's name of its type)."""
+    """(name as in a Hugging Face checkpoint, without the numbers of experts; ggml's name of its type)."""
 
     unused_tensors = ()
     """Endings of tensors that say nothing."""
@@ -191,7 +193,7 @@ class Blocks:
 
     def stored_type(self, name: str) -> str:
         """ggml's name of the type of a matrix."""
-        return self._type_of.get(name, "")
+        return self._type_of.get(_EXPERT.sub(".experts.", name), "")
 
     @cached_property
     def _type_of(self) -> dict[str, str]:
@@ -237,7 +239,8 @@ def read_stored(fields: Fields) -> Stored | None:
         return _fp8(values)
     if method == "gguf":  # as cluster.gguf.config says it
         types = values.within("types")
-        return Blocks(tuple((name_in_folder(name), str(types.get(name))) for name in types.names))
+        names = {name: name_in_folder(name, architecture_of(fields)) for name in types.names}
+        return Blocks(tuple((names[name], str(types.get(name))) for name in types.names))
     if method == "mxfp4":
         return Microscaling()
     if method == "fbgemm_fp8":

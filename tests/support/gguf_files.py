@@ -7,6 +7,7 @@ that is tested. What each block says is the package's `dequantize`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ _ARCHITECTURES = {
     "MistralForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "MixtralForCausalLM": "llama",
+    "Qwen2MoeForCausalLM": "qwen2moe",
+    "Qwen3MoeForCausalLM": "qwen3moe",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
 }
@@ -41,6 +45,18 @@ _LAYER = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "block_sparse_moe.experts.w1": "ffn_gate_exps",
+    "block_sparse_moe.experts.w3": "ffn_up_exps",
+    "block_sparse_moe.experts.w2": "ffn_down_exps",
 }
 _NORMS = {
     "llama": {"post_attention_layernorm": "ffn_norm"},
@@ -50,6 +66,7 @@ _NORMS = {
         "post_feedforward_layernorm": "post_ffw_norm",
     },
 }
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
@@ -75,7 +92,8 @@ def write_gguf(folder: Path, target: Path, kind: str | TypeOf = "F32", replaced:
         writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     type_of = kind if callable(kind) else lambda name: kind
     for name, tensor in stored_tensors(folder).items():
-        wanted = _that_fits(type_of(name), tensor.shape[1]) if tensor.ndim == 2 else "F32"
+        is_plain = tensor.ndim == 1 or "ffn_gate_inp" in name
+        wanted = "F32" if is_plain else _that_fits(type_of(name), tensor.shape[-1])
         raw = encode(tensor, wanted)
         writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType[wanted])
     writer.write_header_to_file()
@@ -90,6 +108,7 @@ def stored_tensors(folder: Path) -> dict[str, Floats]:
     config = json.loads((folder / "config.json").read_text())
     architecture = _ARCHITECTURES[config["architectures"][0]]
     tensors: dict[str, Floats] = {}
+    of_layers: dict[str, dict[int, Floats]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         for name, tensor in load_file(file).items():
             if name == "lm_head.weight" and config.get("tie_word_embeddings"):
@@ -102,7 +121,12 @@ def stored_tensors(folder: Path) -> dict[str, Floats]:
             if architecture.startswith("gemma") and name.endswith("norm.weight"):
                 values = values + 1
             tensors[stored_name(name, architecture)] = values
-    return tensors
+            if (expert := _EXPERT.search(name)) is not None:
+                of_layers.setdefault(stored_name(name, architecture), {})[int(expert[1])] = values
+            elif name.endswith("shared_expert_gate.weight"):
+                tensors[stored_name(name, architecture)] = values[0]
+    stacked = {name: np.stack([values[n] for n in range(len(values))]) for name, values in of_layers.items()}
+    return tensors | stacked
 
 
 def decoded_folder(folder: Path, file: Path, target: Path) -> Path:
@@ -120,7 +144,8 @@ def decoded_folder(folder: Path, file: Path, target: Path) -> Path:
         for name, tensor in load_file(path).items():
             if (stored := stored_name(name, architecture)) not in decoded:
                 continue
-            values = decoded[stored]
+            expert = _EXPERT.search(name)
+            values = decoded[stored] if expert is None else decoded[stored][int(expert[1])]
             heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
             which = name.split(".")[-2]
             if architecture == "llama" and which in heads:
@@ -136,7 +161,7 @@ def decoded_folder(folder: Path, file: Path, target: Path) -> Path:
 
 def stored_name(name: str, architecture: str) -> str:
     """The name that a tensor has in a GGUF file."""
-    stem, _, ending = name.rpartition(".")
+    stem, _, ending = _EXPERT.sub(".experts.", name).rpartition(".")
     if stem in _WHOLE:
         return f"{_WHOLE[stem]}.{ending}"
     _, _, layer, part = stem.split(".", 3)
@@ -145,12 +170,12 @@ def stored_name(name: str, architecture: str) -> str:
 
 
 def encode(values: Floats, kind: str) -> Any:
-    """[rows, columns] in blocks of a type."""
+    """[.., rows, columns] in blocks of a type."""
     values = np.ascontiguousarray(values, dtype=np.float32)
     if kind in ("Q4_K", "Q6_K"):
         blocks = values.reshape(-1, 256)
         packed = np.stack([(_q4_k if kind == "Q4_K" else _q6_k)(block) for block in blocks])
-        return packed.reshape(len(values), -1)
+        return packed.reshape(*values.shape[:-1], -1)
     return values if kind == "F32" else gguf.quantize(values, gguf.GGMLQuantizationType[kind])
 
 
@@ -222,6 +247,11 @@ def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: s
     writer.add_embedding_length(hidden)
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
+    if count := config.get("num_local_experts") or config.get("num_experts"):
+        writer.add_expert_count(count)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    if config.get("moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(config.get("num_key_value_heads", heads))
     writer.add_key_length(head_dim)

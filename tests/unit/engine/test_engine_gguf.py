@@ -29,6 +29,17 @@ from engine.quantization.stored import Blocks
 
 KERNELS, WHY_NOT = native()
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_hidden_layers": 2}
+EXPERTS = {
+    "mixtral": {"intermediate_size": 256},
+    "qwen2-moe": {
+        "head_dim": None,
+        "decoder_sparse_step": 1,
+        "moe_intermediate_size": 256,
+        "shared_expert_intermediate_size": 512,
+    },
+    "qwen3-moe": {"mlp_only_layers": [], "moe_intermediate_size": 256},
+}
+"""What a file can say of them."""
 needs_kernels = pytest.mark.skipif(KERNELS is None or not KERNELS.has_products, reason=f"no kernels: {WHY_NOT}")
 
 
@@ -49,6 +60,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
         if (kind, types) not in made:
             target = tmp_path_factory.mktemp("gguf")
             sizes = SIZES | ({"head_dim": None} if kind == "qwen2" else {})
+            sizes |= EXPERTS.get(kind, {})
             if kind.startswith("gemma"):  # whose files cannot say another scale of attention
                 sizes |= {"query_pre_attn_scalar": 32}
             folder = make_checkpoint(kind, target / "folder", **sizes)
@@ -73,6 +85,53 @@ def test_other_models(kind: str, files: Files) -> None:
         file, decoded = files(kind, types)
         expected = reference_logits(decoded)
         assert (logits_of(file, 4) - expected).abs().max() < 1e-4 * max(1.0, expected.abs().max().item() / 10)
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+@pytest.mark.parametrize("types", ["F32", "mixed"])
+def test_experts(kind: str, types: str, files: Files) -> None:
+    """In one tensor for each matrix of a layer, of which each rank has a slice, or some."""
+    file, decoded = files(kind, types)
+    expected = reference_logits(decoded)
+    near = 1e-4 * max(1.0, expected.abs().max().item() / 10)
+    assert (logits_of(file) - expected).abs().max() < near
+    ranks = on_each_rank(2, lambda tp: run_in_chunks(make_runner(file, tp=tp, expert_parallel=2), IDS, [len(IDS)]))
+    assert (ranks[1] - expected).abs().max() < near
+
+
+@pytest.mark.parametrize("types", ["F16", "Q8_0", "Q4_0", "mixed"])
+def test_the_memory_that_experts_take_is_known_before(types: str, files: Files) -> None:
+    for kind in EXPERTS:
+        for dtype in ("float32", "bfloat16"):
+            runner = make_runner(files(kind, types)[0], dtype=dtype)
+            assert held_bytes(runner) == weight_bytes(runner.config, 1, runner.weight_form), (kind, dtype)
+
+
+@needs_kernels
+def test_experts_are_multiplied_in_the_bits_of_the_file(files: Files) -> None:
+    kept = make_runner(files("qwen3-moe", "Q4_0")[0], dtype="bfloat16")
+    tiles = [linear.matrix.tiles.kind for layer in kept._model.layers for linear in layer.mlp.experts.linears]
+    assert set(tiles) == {INT4_ZEROS}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("qwen3-moe", {"qwen3moe.expert_gating_func": 2}, "qwen3moe.expert_gating_func 2 is not supported; Baton"),
+        ("qwen3-moe", {"qwen3moe.expert_count": 7}, "blk.0.ffn_gate_exps.weight has shape [8, 256, 256] (expected"),
+        ("llama", {"llama.expert_count": 4}, "blk.0.ffn_gate_exps.weight is missing (expected shape [4, width, 256])"),
+        ("qwen2", {"qwen2.expert_count": 4}, "a qwen2 with experts is not read from GGUF"),
+    ],
+)
+def test_experts_that_are_not_read_are_refused_by_key(
+    kind: str, changes: dict[str, int], message: str, tmp_path: Path
+) -> None:
+    sizes = SIZES | EXPERTS.get(kind, {}) | ({"head_dim": None} if kind == "qwen2" else {})
+    folder = make_checkpoint(kind, tmp_path / "folder", **sizes)
+    used = {f"{next(iter(changes)).split('.')[0]}.expert_used_count": 2}
+    with pytest.raises(CheckpointError) as caught:
+        read_model(write_gguf(folder, tmp_path / "wrong.gguf", replaced={**used, **changes}))
+    assert message in str(caught.value) and "wrong.gguf" in str(caught.value)
 
 
 @needs_kernels
