@@ -135,6 +135,27 @@ def _ask(question: dict[str, Any]) -> list[Explained]:
     return answer
 
 
+def check_model(serving: ServingConfig, *, are_here: bool) -> None:
+    """Refuses what no worker could serve, before Ray starts. `are_here`: they run on this machine."""
+    from cluster.config.schema import ROLES
+
+    roles = {}
+    for role in ROLES:
+        of, model, engine = serving.role(role), serving.model_of(role), serving.engine_of(role)
+        if of.num_workers:
+            roles[role] = {
+                "tensor_parallel": of.tensor_parallel,
+                "expert_parallel": of.expert_parallel,
+                "device": engine.device,
+                "dtype": model.dtype,
+                "quantization": model.quantization,
+                "memory_utilization": engine.memory_utilization,
+                "are_here": are_here,
+            }
+    needs = "config" if serving.engine.timed_steps.is_on else "weights"
+    run_program("worker.check_model", serving.model.path, serving.engine.model_impl, needs, json.dumps(roles))
+
+
 def run_program(*arguments: str, question: str = "") -> str:
     """Runs `python -m` with these arguments in a process of its own, and returns what it writes. Raises ConfigError for
     what it refuses."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cli.common import lasting_console, outcome
-from cli.config import default_config, run_program
+from cli.config import check_model, default_config
 from cluster.address import DEFAULT_ADDRESS, DEFAULT_ADMIN_ADDRESS, format_address, listen_error, parse_address
 from cluster.errors import BatonError, ConfigError, IncompatibleProtocol, InvalidRequest, NotReachable
 from cluster.program import ExitCode, Signals
@@ -89,8 +89,7 @@ def serve(
         serving = file.load()
         if not detach:
             _check_ports(serving)
-        needs = "config" if serving.engine.timed_steps.is_on else "weights"
-        run_program("worker.check_model", serving.model.path, serving.engine.model_impl, needs)
+        check_model(serving, are_here=ray_address is None)
         _Session(replace(file, path=file.path.absolute()), serving, ray_address, detach).run()
 
 

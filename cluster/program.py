@@ -208,6 +208,29 @@ def host_in_shell(create: Callable[[str, Report], Program], settings_json: str) 
     return ExitCode.DONE
 
 
+def free_memory_bytes() -> int:
+    """Returns the memory of this machine, or of the container, that processes can still take."""
+    free = [_system_bytes(), _container_bytes()]
+    return min(count for count in free if count is not None)
+
+
+def _system_bytes() -> int:
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _container_bytes() -> int | None:
+    """Bytes that a cgroup (version 2) leaves; None where there is no limit."""
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if not (limit.exists() and used.exists()) or (text := limit.read_text().strip()) == "max":
+        return None
+    return max(0, int(text) - int(used.read_text()))
+
+
 def _drop_what_stderr_does_not_take() -> None:
     """Empties stderr's buffer: Python would try to write it once more at its exit, and end with code 120."""
     try:

@@ -7,14 +7,13 @@ The plan is arithmetic over a `MemoryDemand`. It is made twice: before a start, 
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from cluster.errors import ConfigError
 from cluster.kv_groups import STATE_VALUE_BYTES, KvGroup
+from cluster.program import free_memory_bytes
 from cluster.text import format_bytes
 from engine.kv.pool import KV_CACHE_DTYPES, POOL_DTYPES
 from engine.model_cost import WeightForm, kv_bytes_per_token, kv_layer_bytes, largest_matrix_elements, weight_bytes
@@ -101,25 +100,7 @@ def available_bytes(device: str, tp_size: int = 1) -> int:
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(torch.device(device))[0])
-    free = [_system_bytes(), _container_bytes()]
-    return min(count for count in free if count is not None) // tp_size
-
-
-def _system_bytes() -> int:
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _container_bytes() -> int | None:
-    """Bytes that a cgroup (version 2) leaves; None where there is no limit."""
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if not (limit.exists() and used.exists()) or (text := limit.read_text().strip()) == "max":
-        return None
-    return max(0, int(text) - int(used.read_text()))
+    return free_memory_bytes() // tp_size
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,10 @@ from dataclasses import dataclass, replace
 from engine.models.config import LatentConfig, ModelConfig
 from engine.models.transformers_sizes import ForeignMatrix
 
+_PLAIN_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
+_ROUNDED_BYTES = {"fp8": 1.0, "int8": 1.0, "int4": 0.5}
+_LEAST_BYTES = 0.5
+"""Bytes of a weight of four bits, the fewest that are kept."""
 _QKV = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
 _OUT, _DOWN = ("self_attn.o_proj.weight",), ("mlp.down_proj.weight",)
 _GATE_UP = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
@@ -129,6 +133,20 @@ def _mlp_matrices(inner: int, count: int, config: ModelConfig, num_ranks: int) -
 def vocabulary_matrix(config: ModelConfig, tp_size: int) -> MatrixShape:
     """One rank's rows of the embedding, and of the head."""
     return MatrixShape(-(-config.vocab_size // tp_size), config.hidden_size)
+
+
+def least_weight_bytes(config: ModelConfig, tp_size: int, dtype: str, quantization: str) -> int:
+    """Returns the bytes that one rank's matrices take at least, in whatever form kernels want them. `dtype` and
+    `quantization` are those of `model`, the first resolved."""
+    plain = _PLAIN_BYTES[dtype]
+    rounded = min(plain, _ROUNDED_BYTES.get(quantization, plain))
+    head = vocabulary_matrix(config, tp_size).num_elements
+    total = head * plain + (0 if config.tie_word_embeddings else head * rounded)
+    for matrix in layer_matrices(config, tp_size):
+        is_kept = config.packing is not None and (matrix.is_packed or matrix.is_expert)
+        each = _LEAST_BYTES if is_kept else rounded if matrix.is_rounded else plain
+        total += matrix.count * matrix.num_elements * each
+    return int(total)
 
 
 def layer_vector_elements(config: ModelConfig, tp_size: int) -> int:

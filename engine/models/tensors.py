@@ -18,10 +18,12 @@ from engine.quantization.stored import Microscaling
 from engine.tensor_files import NamedShape, TensorFiles
 
 
-def check_folder(folder: Path, model_impl: str = "auto", *, needs_weights: bool = True) -> None:
-    """Raises CheckpointError for a configuration that is not served, naming the key and what is supported, and for a
+def check_folder(folder: Path, model_impl: str = "auto", *, needs_weights: bool = True) -> ModelConfig | None:
+    """Returns the model, or None where transformers' own code is to compute it. Reads no weights.
+
+    Raises CheckpointError for a configuration that is not served, naming the key and what is supported, and for a
     tensor that is missing, in two files, of another shape or without a place in the model, naming the file and the
-    tensor. Reads no weights."""
+    tensor."""
     fields, config = read_fields(folder), None
     if is_foreign(fields, model_impl):
         check_foreign(folder, fields)
@@ -31,6 +33,7 @@ def check_folder(folder: Path, model_impl: str = "auto", *, needs_weights: bool 
         with open_tensor_files(folder) as files:
             if config is not None:
                 _check_tensors(config, files)
+    return config
 
 
 def _check_tensors(config: ModelConfig, files: TensorFiles) -> None:
