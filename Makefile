@@ -15,7 +15,8 @@
 #   make soak           60 % of the capacity for MINUTES=60 with faults that kill nothing, then with a kill every 20 s; may
 #                       be interrupted and goes on (STATE=build/soak); PHASE=stops or PHASE=kills does one of the two
 #   make malformed      10,000 malformed requests of each kind at a running router and a running cluster
-#   make test-clients   OpenAI's client, LiteLLM and LangChain at a running cluster; the last two get .venv-clients
+#   make test-clients   OpenAI's client, LiteLLM, LangChain and agents of many libraries at running clusters; all but the
+#                       first get .venv-clients, and the AI SDK its node_modules where there is npm
 #   make test-schema    schemathesis (.venv-schema) at the HTTP API of a running cluster for SECONDS=600
 #   make test-deploy    `ray up` on three machines made of namespaces; needs root, installs sshd and the like
 #   make test-prometheus  Prometheus over a running cluster: pages, alerts, the dashboard's queries
@@ -170,7 +171,11 @@ soak: $(READY)
 	@$(@D)/bin/python -m pip install --quiet --requirement $<
 	@touch $@
 
-test-clients: $(READY) .venv-clients/.ready
+tests/clients/ai-sdk/node_modules/.ready: tests/clients/ai-sdk/package-lock.json
+	@if command -v npm >/dev/null; then cd $(dir $<) && npm ci --no-audit --no-fund && touch node_modules/.ready; \
+	else echo "warning: without npm the AI SDK is not tested (Debian: apt install npm)" >&2; fi
+
+test-clients: $(READY) .venv-clients/.ready tests/clients/ai-sdk/node_modules/.ready
 	$(PY) -m pytest tests/clients $(ARGS)
 
 test-schema: $(READY) .venv-schema/.ready

@@ -122,6 +122,34 @@ def structured(base_url: str, model: str) -> Told:
         return {"parsed": json.loads(str(answer.choices[0].message.content))}
 
 
+TOOLS: Any = [
+    {"type": "function", "function": {"name": name, "parameters": SCHEMA, "strict": True}} for name in ("say", "sing")
+]
+
+
+def _called(message: Any, finish_reason: str) -> Told:
+    calls = [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls]
+    return {"calls": calls, "text": message.content, "finish_reason": finish_reason}
+
+
+def required(base_url: str, model: str) -> Told:
+    with client(base_url) as api:
+        answer = api.chat.completions.create(
+            model=model, **GIVEN | MERRY, tools=TOOLS, tool_choice="required", parallel_tool_calls=False
+        )
+        return _called(answer.choices[0].message, answer.choices[0].finish_reason)
+
+
+def named_stream(base_url: str, model: str) -> Told:
+    named: Any = {"type": "function", "function": {"name": "sing"}}
+    with (
+        client(base_url) as api,
+        api.chat.completions.stream(model=model, **GIVEN | MERRY, tools=TOOLS, tool_choice=named) as stream,
+    ):
+        choice = stream.get_final_completion().choices[0]
+        return _called(choice.message, choice.finish_reason)
+
+
 def batch(base_url: str, model: str) -> Told:
     url = "/v1/chat/completions"
     body = {"model": model, **GIVEN}
@@ -157,4 +185,6 @@ if __name__ == "__main__":
         raw_stream,
         structured,
         batch,
+        required,
+        named_stream,
     )

@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
-from asked import MESSAGES, NUM_TOKENS
+from asked import MESSAGES, NUM_TOKENS, SCHEMA
 from cluster_fixture import BUNDLED_MODEL, DECODE, WAIT_S, PlainCluster, Stream, token_spec
 from workers import ROOT
 
@@ -41,14 +42,15 @@ LOOK_EVERY_S = 0.02
 class Client:
     """A program of this folder, asked in lines of JSON."""
 
-    def __init__(self, name: str, python: str) -> None:
+    def __init__(self, name: str, python: str, model: str = MODEL) -> None:
+        self._model = model
         command = [python, str(HERE / f"{name}_client.py")]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, step: str, http_address: str) -> dict[str, Any]:
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
-        asked = {"step": step, "base_url": f"http://{http_address}/v1", "model": MODEL}
+        asked = {"step": step, "base_url": f"http://{http_address}/v1", "model": self._model}
         stdin.write(json.dumps(asked) + "\n")
         stdin.flush()
         line = stdout.readline()
@@ -69,7 +71,9 @@ class Client:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainCluster]:
     """With a second router, which takes on one request and lets one wait."""
-    with PlainCluster(BUNDLED_MODEL, tmp_path_factory.mktemp("cluster"), router={"http_port": 0}) as cluster:
+    patient = {"grammar_timeout_s": 30.0}  # a busy machine compiles slowly
+    router = {"http_port": 0, **patient}
+    with PlainCluster(BUNDLED_MODEL, tmp_path_factory.mktemp("cluster"), router=router, **patient) as cluster:
         cluster.narrow = cluster.add_router("narrow", **NARROW)  # type: ignore[attr-defined]
         yield cluster
 
@@ -152,6 +156,17 @@ def test_an_output_is_an_object_of_the_schema(client: Client, cluster: PlainClus
     told = client.ask("structured", cluster.http_address)["parsed"]
     assert set(told) == {"mood", "verses"}
     assert told["mood"] in ("merry", "sad") and 1 <= told["verses"] <= 9
+
+
+@pytest.mark.parametrize(("step", "names"), [("required", {"say", "sing"}), ("named stream", {"sing"})])
+def test_a_call_that_is_forced_has_the_arguments_of_its_schema(
+    openai_client: Client, cluster: PlainCluster, step: str, names: set[str]
+) -> None:
+    told = openai_client.ask(step, cluster.http_address)
+    assert told["finish_reason"] == "tool_calls" and not told["text"] and told["calls"]
+    for name, arguments in told["calls"]:
+        assert name in names
+        jsonschema.validate(arguments, SCHEMA)
 
 
 def test_a_refusal_says_when_to_come_again(openai_client: Client, cluster: PlainCluster) -> None:
