@@ -6,7 +6,8 @@ At a terminal Ctrl-C stops the answer and Ctrl-D ends; from a pipe each line is 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,7 +17,11 @@ from cluster.errors import BatonError, FailedPrecondition, InvalidRequest, NotRe
 
 if TYPE_CHECKING:
     from tools.client import BatonClient
+    from tools.generation_stream import Transcript
+    from tools.local_functions import LocalFunctions
 
+_MOST_ROUNDS = 20
+"""Answers with calls to one message, before its conversation is given up."""
 _WELCOME = "Each line is a message. Ctrl-C stops an answer, /quit or Ctrl-D ends."
 
 
@@ -24,10 +29,23 @@ def chat(
     router: RouterOptions,
     sampling: SamplingOptions,
     system: Annotated[str | None, typer.Option(help="First message, which sets the tone.", show_default=False)] = None,
+    tools: Annotated[
+        Path | None,
+        typer.Option(
+            help="Python file whose functions the model may call, by their signatures and docstrings. They run here,"
+            " unasked.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Talk with the model; every message carries the conversation so far."""
     with outcome(), router.connect() as client:
-        conversation = _Conversation(client, sampling, is_interactive=sys.stdin.isatty())
+        functions = None
+        if tools is not None:
+            from tools.local_functions import LocalFunctions
+
+            functions = LocalFunctions.from_file(tools)
+        conversation = _Conversation(client, sampling, functions, is_interactive=sys.stdin.isatty())
         if system:
             conversation.messages.append({"role": "system", "content": system})
         conversation.run()
@@ -36,8 +54,16 @@ def chat(
 class _Conversation:
     """The messages so far, and the loop that reads and answers the next one."""
 
-    def __init__(self, client: BatonClient, sampling: SamplingOptions, *, is_interactive: bool) -> None:
-        self.messages: list[dict[str, str]] = []
+    def __init__(
+        self,
+        client: BatonClient,
+        sampling: SamplingOptions,
+        functions: LocalFunctions | None,
+        *,
+        is_interactive: bool,
+    ) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._functions = functions
         self._client = client
         self._sampling = sampling
         self._is_interactive = is_interactive
@@ -65,10 +91,12 @@ class _Conversation:
             return ""
 
     def _exchange(self, line: str) -> None:
-        """Sends one message and prints its answer; a message without an answer leaves the history."""
+        """Sends one message and prints its answer, running the tools that it calls; a message without an answer leaves
+        the history."""
+        begin = len(self.messages)
         self.messages.append({"role": "user", "content": line})
         try:
-            answer = self._answer()
+            answer = self._answer_with_calls()
         except BatonError as error:
             if not self._is_interactive or isinstance(error, (FailedPrecondition, NotReachable)):
                 raise
@@ -77,21 +105,39 @@ class _Conversation:
         if answer:
             self.messages.append({"role": "assistant", "content": answer})
         else:
-            self.messages.pop()
+            del self.messages[begin:]
 
-    def _answer(self) -> str:
-        """Prints the answer as it comes and returns it; Ctrl-C at a terminal ends it early."""
+    def _answer_with_calls(self) -> str:
+        """The text of the first answer that calls nothing. Raises InvalidRequest where none comes."""
+        for _ in range(_MOST_ROUNDS):
+            transcript = self._answer()
+            text, calls = "".join(sequence.text for sequence in transcript.sequences), transcript.tool_calls
+            if self._functions is None or not calls or not transcript.is_complete:
+                return text
+            called = [
+                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in calls
+            ]
+            self.messages.append({"role": "assistant", "content": text or None, "tool_calls": called})
+            for call in calls:
+                result = self._functions.call(call.name, call.arguments)
+                print(f"({call.name} {call.arguments} -> {result})", file=sys.stderr)
+                self.messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+        raise InvalidRequest(f"the model has called tools in {_MOST_ROUNDS} answers, one after the other")
+
+    def _answer(self) -> Transcript:
+        """Prints the answer as it comes; Ctrl-C at a terminal ends it early."""
         from tools.generation_stream import Transcript
 
         transcript = Transcript()
-        with self._sampling.stream(self._client, self._sampling.spec(self.messages)) as stream:
+        tools = () if self._functions is None else self._functions.tools
+        with self._sampling.stream(self._client, self._sampling.spec(self.messages, tools=tools)) as stream:
             try:
                 collect(stream, transcript, sys.stdout)
             except KeyboardInterrupt:
                 if not self._is_interactive:
                     raise
                 print("(stopped)", file=sys.stderr)
-        return "".join(sequence.text for sequence in transcript.sequences)
+        return transcript
 
 
 def _piped_line() -> str | None:

@@ -6,6 +6,7 @@ serves many threads. A call is made once; only `resuming_stream` calls again whe
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self, cast
@@ -48,8 +49,10 @@ def make_spec(
     token_ids: bool = False,
     include_timing: bool = False,
     request_id: str = "",
+    tools: Sequence[Message] = (),
 ) -> pb.GenerationSpec:
-    """None leaves a field to the server. Raises InvalidRequest for a value that no message can carry."""
+    """None leaves a field to the server. `tools`: functions that an answer to messages may call, as OpenAI's API has
+    them. Raises InvalidRequest for a value that no message can carry."""
     try:
         spec = pb.GenerationSpec(
             model=model,
@@ -63,7 +66,10 @@ def make_spec(
             ),
             request_id=request_id,
         )
-        _set_prompt(spec, prompt)
+        if tools:
+            spec.chat.json = json.dumps({"messages": prompt, "tools": list(tools)})
+        else:
+            _set_prompt(spec, prompt)
     except UnicodeError as error:
         raise InvalidRequest("the prompt or a stop string is not valid Unicode text") from error
     except ValueError as error:

@@ -212,6 +212,12 @@ class Transcript:
         self.usage: pb.Usage | None = None
         self.timing: pb.Timing | None = None
         self._sequences: dict[int, SequenceText] = {}
+        self._calls: dict[tuple[int, int], pb.ToolCallDelta] = {}
+
+    @property
+    def tool_calls(self) -> list[pb.ToolCallDelta]:
+        """The calls that came whole, each as one delta; one that was cut off is not to be carried out."""
+        return [call for _, call in sorted(self._calls.items()) if call.is_whole]
 
     @property
     def sequences(self) -> list[SequenceText]:
@@ -265,6 +271,12 @@ class Transcript:
         sequence.num_tokens += delta.token_count
         sequence.token_ids.extend(delta.token_ids)
         sequence.text += delta.text
+        for part in delta.parts:
+            if part.HasField("tool_call"):
+                call = self._calls.setdefault((delta.index, part.tool_call.index), pb.ToolCallDelta())
+                arguments = call.arguments + part.tool_call.arguments
+                call.MergeFrom(part.tool_call)
+                call.arguments = arguments
 
     def _add_end(self, end: pb.SequenceEnd) -> None:
         sequence = self._sequence(end.index)

@@ -7,38 +7,19 @@ They run in .venv-clients, and one in JavaScript beside its node_modules, which 
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_fixture import BUNDLED_MODEL, WAIT_S, PlainCluster
+from agent_model import call, make_model
+from cluster_fixture import WAIT_S, PlainCluster
 from test_clients import HERE, NEEDS_OTHERS, OTHERS, Client
 
 AI_SDK = HERE / "ai-sdk"
 NEEDS_AI_SDK = pytest.mark.skipif(
     not (AI_SDK / "node_modules").exists(), reason="the AI SDK is not installed; `make test-clients` installs it"
 )
-
-TEMPLATE = """{% if tools %}<|im_start|>system
-{% for tool in tools %}{{ tool | tojson }}
-{% endfor %}Write a call as <tool_call>
-{"name": <function-name>, "arguments": <args-json-object>}
-</tool_call><|im_end|>
-{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content or '' }}{% for call in message.tool_calls or [] %}
-<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>{% endfor %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-
-
-def call(name: str, **arguments: str) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
 
 ANSWER = "Rome is warmer, by 17 degrees."
 SCRIPT = [
@@ -50,19 +31,6 @@ SCRIPT = [
     {"when": "As an object: .*", "say": call("Warmest", city="rome")},
     {"when": "a name begins with a capital", "say": call("Warmest", city="Rome")},
 ]
-
-
-def make_model(folder: Path) -> Path:
-    """The bundled model's tokenizer with a template that knows tools, and room for long conversations; no weights."""
-    folder.mkdir()
-    for name in ("tokenizer.json", "generation_config.json"):
-        shutil.copy(BUNDLED_MODEL / name, folder)
-    for name, more in (
-        ("config.json", {"max_position_embeddings": 65536}),
-        ("tokenizer_config.json", {"chat_template": TEMPLATE, "model_max_length": 65536}),
-    ):
-        (folder / name).write_text(json.dumps({**json.loads((BUNDLED_MODEL / name).read_text()), **more}))
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_fixture import BUNDLED_MODEL, DECODE, WAIT_S, PlainCluster, Stream
+from agent_model import call, make_model
+from cluster_fixture import DECODE, WAIT_S, PlainCluster, Stream
+from scripted_router import baton
 
 from cluster.errors import InvalidRequest
 from cluster.pb import generation_pb2 as pb
@@ -15,7 +18,24 @@ from tools.client import make_spec
 
 SPEECH = "\n".join(f"{number}. Good morrow to thee, gentle citizen of fair Verona." for number in range(1, 30))
 COUNT = '{"count": 3}'
-RULES = [{"say": "Nay."}, {"when": "Speak", "say": SPEECH}, {"when": "Count", "say": COUNT}]
+TOOLS = '''
+from typing import Literal
+
+def weather(city: Literal["Rome", "Oslo"]) -> str:
+    """Tells the weather."""
+    return f"{city} has {len(city) * 5} degrees."
+
+def wind(city: str, knots: int = 1) -> dict[str, int]:
+    return {city: knots}
+'''
+RULES = [
+    {"say": "Nay."},
+    {"when": "Speak", "say": SPEECH},
+    {"when": "Count", "say": COUNT},
+    {"when": "Is Rome warm", "say": call("weather", city="Rome")},
+    {"when": "Rome has 20", "say": f"Let me see.\n{call('wind', city='Rome')}"},
+    {"when": '{"Rome": 1}', "say": "It is 20 degrees, and there is no wind."},
+]
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +43,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainCluster]:
     folder = tmp_path_factory.mktemp("cluster")
     (folder / "script.yaml").write_text(json.dumps(RULES))
     timed = {"script": str(folder / "script.yaml"), "sequence_s": 0.002}
-    with PlainCluster(BUNDLED_MODEL, folder, kv_cache_tokens=8192, dtype="auto", **timed) as cluster:
+    with PlainCluster(make_model(folder / "agent"), folder, kv_cache_tokens=65536, dtype="auto", **timed) as cluster:
         yield cluster
 
 
@@ -59,3 +79,16 @@ def test_an_answer_is_held_to_the_grammar_of_its_request(cluster: PlainCluster) 
 def test_what_needs_logits_is_refused_by_name(cluster: PlainCluster) -> None:
     with pytest.raises(InvalidRequest, match="compute no logits, so leave out logit_bias"):
         cluster.client.generate(spec_of("Speak.", logit_bias={3: 1.0}), timeout_s=WAIT_S)
+
+
+def test_baton_chat_runs_the_tools_that_are_called_until_there_is_an_answer(
+    cluster: PlainCluster, tmp_path: Path
+) -> None:
+    (tmp_path / "tools.py").write_text(TOOLS)
+    lines = "Is Rome warm?\nCount.\n"
+    done = baton("chat", "--address", cluster.address, "--tools", str(tmp_path / "tools.py"), stdin=lines)
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout == f"Let me see.\nIt is 20 degrees, and there is no wind.\n{COUNT}\n"
+    assert done.stderr == (
+        '(weather {"city": "Rome"} -> Rome has 20 degrees.)\n(wind {"city": "Rome"} -> {"Rome": 1})\n'
+    )
