@@ -18,6 +18,7 @@ from cluster.auth import Gate
 from cluster.settings import RouterSettings
 from cluster.site import OwnSite
 from cluster.tls import ServerTls
+from router.anthropic.app import MessageRoutes
 from router.api.call import principal_of
 from router.api.model_service import ModelService
 from router.api.tokenizer import Tokenizer
@@ -91,6 +92,7 @@ class HttpServer:
         settings, registry = self._settings, self._registry
         if settings.http_port is None:
             return
+        messages = MessageRoutes(self._generate, self._generate_stream, self._models, self._reception)
         app = OpenAiApp(
             self._generate,
             self._generate_stream,
@@ -100,7 +102,11 @@ class HttpServer:
             (registry, VllmNames(registry, model_name).registry),
             lambda: self._dispatcher.fleet.can_serve,
             site=self._site,
-            more_operations=[*self._batch_operations(), *self._response_operations()],
+            more_operations=[
+                *messages.operations,
+                *self._batch_operations(),
+                *self._response_operations(),
+            ],
             more_routes=page_routes,
         )
         self._listener = HttpListener(

@@ -165,20 +165,22 @@ class ChoiceConstraint(_message.Message):
     def __init__(self, choices: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StoppingCriteria(_message.Message):
-    __slots__ = ("max_output_tokens", "min_output_tokens", "stop", "stop_token_ids", "include_stop_in_output", "ignore_eos")
+    __slots__ = ("max_output_tokens", "min_output_tokens", "stop", "stop_token_ids", "include_stop_in_output", "ignore_eos", "clip_to_context")
     MAX_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MIN_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     INCLUDE_STOP_IN_OUTPUT_FIELD_NUMBER: _ClassVar[int]
     IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
+    CLIP_TO_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     max_output_tokens: int
     min_output_tokens: int
     stop: _containers.RepeatedScalarFieldContainer[str]
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     include_stop_in_output: bool
     ignore_eos: bool
-    def __init__(self, max_output_tokens: _Optional[int] = ..., min_output_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., include_stop_in_output: bool = ..., ignore_eos: bool = ...) -> None: ...
+    clip_to_context: bool
+    def __init__(self, max_output_tokens: _Optional[int] = ..., min_output_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., include_stop_in_output: bool = ..., ignore_eos: bool = ..., clip_to_context: bool = ...) -> None: ...
 
 class OutputOptions(_message.Message):
     __slots__ = ("text", "token_ids", "top_logprobs", "prompt_logprobs", "include_timing", "stream_interval_tokens")
@@ -413,18 +415,20 @@ class Heartbeat(_message.Message):
     def __init__(self, phase: _Optional[_Union[Heartbeat.Phase, str]] = ..., queue_position: _Optional[int] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
-    __slots__ = ("model", "text", "chat", "add_special_tokens", "return_offsets")
+    __slots__ = ("model", "text", "chat", "add_special_tokens", "return_offsets", "reasoning")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RETURN_OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    REASONING_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
     chat: ChatInput
     add_special_tokens: bool
     return_offsets: bool
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., add_special_tokens: bool = ..., return_offsets: bool = ...) -> None: ...
+    reasoning: ReasoningOptions
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., add_special_tokens: bool = ..., return_offsets: bool = ..., reasoning: _Optional[_Union[ReasoningOptions, _Mapping]] = ...) -> None: ...
 
 class TokenizeResponse(_message.Message):
     __slots__ = ("token_ids", "offsets", "max_context_tokens")

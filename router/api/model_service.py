@@ -91,7 +91,7 @@ class ModelService:
         kind = request.WhichOneof("input")
         if kind is None:
             wrong.add("input", "exactly one of text or chat must be set (none is)")
-        prompt = read_chat(request.chat, wrong, "chat") if kind == "chat" else request.text
+        prompt = read_chat(request.chat, wrong, "chat", request.reasoning) if kind == "chat" else request.text
         wrong.raise_if_any()
         return self._tokenizer.encode_prompt(prompt, add_special_tokens=request.add_special_tokens)
 

@@ -200,7 +200,9 @@ def _stopping(
         most = criteria.max_output_tokens
         if most < 1:
             wrong.add("stopping.max_output_tokens", f"must be at least 1 (got {most})")
-        if most > room:
+        if most > room and criteria.clip_to_context:
+            most = room
+        elif most > room:
             what = f"{num_prompt_tokens} prompt tokens and {most} output tokens exceed the context of"
             too_long.add("stopping.max_output_tokens", f"{what} {model.max_model_len}; at most {room} fit")
     else:

@@ -44,7 +44,7 @@ _FINISH_REASONS: dict[int, FinishReason] = {
     pb.FINISH_REASON_CONTENT_FILTER: "content_filter",
 }
 
-_GENERATION = "gen-"
+GENERATION_ID = "gen-"
 """What the id of a generation begins with; that of an answer begins as clients expect."""
 
 TokenBytes = Callable[[int], bytes]
@@ -102,7 +102,7 @@ class Form:
         return self.echoes[prompt] if self.echoes else ""
 
     def head(self, source: pb.GenerateResponse | pb.Started, kind: str) -> dict[str, Any]:
-        name = source.generation_id.removeprefix(_GENERATION)
+        name = source.generation_id.removeprefix(GENERATION_ID)
         answer_id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{name}"
         return {"id": answer_id, "object": kind, "created": self.created, "model": source.model}
 

@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from cluster.errors import BatonError
 
@@ -55,6 +56,9 @@ _FIELDS = {
     "grammar_ebnf": "structured_outputs.grammar",
 }
 """HTTP names of fields, by the last part of their path in the .proto."""
+RESUME, LAST_EVENT = "Baton-Resume", "Last-Event-ID"
+"""Headers of a stream that may be resumed, and of the call that does so."""
+RESUME_NAMES = {"resume.generation_id": LAST_EVENT, "resume.next_token_indexes": LAST_EVENT, "resume": RESUME}
 _PATH = re.compile(
     r"\b(?:spec\.(?:(?:sampling|stopping|output|cache|scheduling)\.)?|(?=chat\.(?:messages|tools|template_kwargs)\b|token_ids\b))"
     r"([a-z_]+(?:\.[a-z_]+)*)"
@@ -72,7 +76,7 @@ class HttpFailure(Exception):
         self.status = status
         self.retry_after_s = retry_after_s
         kind = _TYPE.get(status, "server_error" if status >= 500 else "invalid_request_error")
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
     @property
     def headers(self) -> dict[str, str]:

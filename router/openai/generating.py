@@ -27,12 +27,10 @@ from router.batches.store import Batch
 from router.openai import specs
 from router.openai.bodies import ChatBody, CompletionBody
 from router.openai.completions import ChoicePosition, Chunks, Form, StreamPosition, TokenBytes
-from router.openai.errors import HttpFailure, failure_of
+from router.openai.errors import LAST_EVENT, RESUME, RESUME_NAMES, HttpFailure, failure_of
 from router.openai.http import checked, failed, id_headers, log, too_large
 from router.stream.failures import router_failed
 
-RESUME, LAST_EVENT = "Baton-Resume", "Last-Event-ID"
-"""Headers of a stream that may be resumed, and of the call that does so."""
 KEEP_ALIVE_S = 15.0
 """A stream that is silent for so long gets a comment, so that proxies leave it open."""
 _STREAM_HEADERS = (
@@ -41,8 +39,6 @@ _STREAM_HEADERS = (
     (b"x-accel-buffering", b"no"),
 )
 _RETRY_AFTER_S = 1.0
-
-_RESUME_NAMES = {"resume.generation_id": LAST_EVENT, "resume.next_token_indexes": LAST_EVENT, "resume": RESUME}
 
 BodyKind = type[CompletionBody] | type[ChatBody]
 Generate = Callable[[pb.GenerateRequest, Call], Coroutine[Any, Any, pb.GenerateResponse]]
@@ -76,17 +72,10 @@ class CompletionCall:
 
     def with_resume(self, headers: Mapping[str, str]) -> CompletionCall:
         """This call as the headers want it: to be resumed, or resuming. Raises InvalidRequest or NotFound."""
-        asked, last = headers.get(RESUME), headers.get(LAST_EVENT)
-        if asked is None and last is None:
+        may_resume, last = resumption(headers, is_streaming=bool(self.body.stream), num_prompts=len(self.specs))
+        if not may_resume:
             return self
-        for is_wrong, field, what in (
-            (asked not in (None, "true"), RESUME, "must be true, or left out"),
-            (not self.body.stream, "stream", f"must be true with {RESUME} or {LAST_EVENT}"),
-            (len(self.specs) > 1, "prompt", f"must be one with {RESUME} or {LAST_EVENT}, not several"),
-        ):
-            if is_wrong:
-                raise invalid((FieldViolation(field, what),))
-        names, spec = {**_RESUME_NAMES, **self.names}, self.specs[0]
+        names, spec = {**RESUME_NAMES, **self.names}, self.specs[0]
         spec.resume.SetInParent()
         if last is None:
             return replace(self, names=names, may_resume=True)
@@ -127,6 +116,21 @@ class Events(Protocol):
         ...
 
     def failure(self, error: BatonError) -> HttpFailure: ...
+
+
+def resumption(headers: Mapping[str, str], *, is_streaming: bool, num_prompts: int = 1) -> tuple[bool, str | None]:
+    """Returns whether the headers ask for a stream that may be resumed, and the event after which it is to go on; None:
+    it begins. Raises InvalidRequest."""
+    asked, last = headers.get(RESUME), headers.get(LAST_EVENT)
+    may_resume = asked is not None or last is not None
+    for is_wrong, field, what in (
+        (asked not in (None, "true"), RESUME, "must be true, or left out"),
+        (may_resume and not is_streaming, "stream", f"must be true with {RESUME} or {LAST_EVENT}"),
+        (may_resume and num_prompts > 1, "prompt", f"must be one with {RESUME} or {LAST_EVENT}, not several"),
+    ):
+        if is_wrong:
+            raise invalid((FieldViolation(field, what),))
+    return may_resume, last
 
 
 class StreamedAnswer:

@@ -34,13 +34,13 @@ _MOST_VALUES = 65_536
 """Values, at any depth, in the messages, tools and keyword arguments of one conversation."""
 _LONGEST_ID = 10
 """Digits of the largest token id that fits into 32 bits."""
-_INT32 = range(-(2**31), 2**31)
-_UINT32, _UINT64 = range(2**32), range(2**64)
+INT32 = range(-(2**31), 2**31)
+UINT32, _UINT64 = range(2**32), range(2**64)
 _SAMPLING = pb.SamplingParams.DESCRIPTOR.fields
 _FRACTIONS = [field.name for field in _SAMPLING if field.type == field.TYPE_FLOAT]
 _WHOLE_NUMBERS = {
-    **{field.name: _INT32 for field in _SAMPLING if field.type == field.TYPE_INT32},
-    **{field.name: _UINT32 for field in _SAMPLING if field.type == field.TYPE_UINT32 and not field.is_repeated},
+    **{field.name: INT32 for field in _SAMPLING if field.type == field.TYPE_INT32},
+    **{field.name: UINT32 for field in _SAMPLING if field.type == field.TYPE_UINT32 and not field.is_repeated},
 }
 """Sampling parameters that have the same name in a body, by their type."""
 
@@ -64,7 +64,7 @@ def completion_specs(body: CompletionBody, request_id: str) -> list[pb.Generatio
         wrong.add("prompt", "must hold at least one token (it is empty)")
     spec = _common(body, request_id, wrong, max_tokens=("max_tokens", body.max_tokens))
     if body.logprobs is not None:
-        _whole(spec.output, "top_logprobs", "logprobs", body.logprobs, _UINT32, wrong)
+        set_whole(spec.output, "top_logprobs", "logprobs", body.logprobs, UINT32, wrong)
     for number, prompt in enumerate(prompts):
         if not isinstance(prompt, str):
             _check_ids(prompt, f"prompt[{number}]", wrong)
@@ -88,11 +88,11 @@ def chat_spec(body: ChatBody, request_id: str) -> pb.GenerationSpec:
     if body.reasoning_effort is not None:
         spec.reasoning.effort = body.reasoning_effort
     if body.thinking_token_budget is not None:
-        _whole(spec.reasoning, "max_tokens", "thinking_token_budget", body.thinking_token_budget, _UINT32, wrong)
+        set_whole(spec.reasoning, "max_tokens", "thinking_token_budget", body.thinking_token_budget, UINT32, wrong)
     if body.top_logprobs is not None and not body.logprobs:
         wrong.add("top_logprobs", "needs logprobs: true")
     if body.logprobs:
-        _whole(spec.output, "top_logprobs", "top_logprobs", body.top_logprobs or 0, _UINT32, wrong)
+        set_whole(spec.output, "top_logprobs", "top_logprobs", body.top_logprobs or 0, UINT32, wrong)
     if body.response_format is not None:
         _format(spec.sampling, body.response_format, wrong)
     wrong.raise_if_any()
@@ -175,10 +175,10 @@ def _common(
         if value is not None:
             setattr(sampling, name, value)
     for name, values in _WHOLE_NUMBERS.items():
-        _whole(sampling, name, name, getattr(body, name), values, wrong)
+        set_whole(sampling, name, name, getattr(body, name), values, wrong)
     _seed(sampling, body.seed, wrong)
-    _whole(stopping, "max_output_tokens", max_tokens[0], max_tokens[1], _UINT32, wrong)
-    _whole(stopping, "min_output_tokens", "min_tokens", body.min_tokens, _UINT32, wrong)
+    set_whole(stopping, "max_output_tokens", max_tokens[0], max_tokens[1], UINT32, wrong)
+    set_whole(stopping, "min_output_tokens", "min_tokens", body.min_tokens, UINT32, wrong)
     stopping.stop.extend([body.stop] if isinstance(body.stop, str) else body.stop or ())
     stopping.include_stop_in_output, stopping.ignore_eos = body.include_stop_str_in_output, body.ignore_eos
     if _check_ids(body.stop_token_ids or (), "stop_token_ids", wrong):
@@ -188,19 +188,19 @@ def _common(
         _structure(sampling, body.structured_outputs, wrong)
     spec.output.include_timing = body.timing
     spec.cache.cache_salt, spec.scheduling.session_id = body.cache_salt or "", body.session_id or ""
-    _whole(spec.scheduling, "priority", "priority", body.priority, _INT32, wrong)
+    set_whole(spec.scheduling, "priority", "priority", body.priority, INT32, wrong)
     return spec
 
 
 def _check_ids(ids: Sequence[int], name: str, wrong: Violations) -> bool:
     """Whether each fits into the 32 bits of its field; `router.api.validate` knows the vocabulary."""
-    do_fit = all(token_id in _UINT32 for token_id in ids)
+    do_fit = all(token_id in UINT32 for token_id in ids)
     if not do_fit:
         wrong.add(name, "token ids must be from 0 to the vocabulary's size")
     return do_fit
 
 
-def _whole(message: Any, field: str, name: str, value: int | None, values: range, wrong: Violations) -> None:
+def set_whole(message: Any, field: str, name: str, value: int | None, values: range, wrong: Violations) -> None:
     """Sets a field if the value fits into its bits; `router.api.validate` checks what it may be."""
     if value is None:
         return
@@ -212,13 +212,13 @@ def _whole(message: Any, field: str, name: str, value: int | None, values: range
 
 def _seed(sampling: pb.SamplingParams, seed: int | None, wrong: Violations) -> None:
     """Takes any 64 bits; a negative seed is the unsigned number with the same bits."""
-    _whole(sampling, "seed", "seed", seed if seed is None or seed >= 0 else seed + _UINT64.stop, _UINT64, wrong)
+    set_whole(sampling, "seed", "seed", seed if seed is None or seed >= 0 else seed + _UINT64.stop, _UINT64, wrong)
 
 
 def _bias(sampling: pb.SamplingParams, biases: Mapping[str, float], wrong: Violations) -> None:
     for token_id, bias in biases.items():
         is_number = token_id.isascii() and token_id.isdigit() and len(token_id) <= _LONGEST_ID
-        if is_number and int(token_id) in _UINT32:
+        if is_number and int(token_id) in UINT32:
             sampling.logit_bias[int(token_id)] = bias
         else:
             wrong.add("logit_bias", f"keys must be token ids (got {token_id[:20]!r})")

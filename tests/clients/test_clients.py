@@ -1,8 +1,8 @@
-"""The clients that people have: OpenAI's own, LiteLLM and LangChain each complete a chat, a stream with its usage, a
-stop, an error, a retry and an object of a schema, and tell the tokens of gRPC.
+"""The clients that people have: OpenAI's own, LiteLLM, LangChain and Anthropic's own each complete a chat, a stream
+with its usage, a stop, an error, a retry and an object of a schema, and tell the tokens of gRPC.
 
-Each client is a program of its own beside this file. The last two need other versions of libraries than Baton (LiteLLM
-wants an older huggingface-hub), so that they run in .venv-clients, which `make test-clients` makes.
+Each client is a program of its own beside this file. All but the first run in .venv-clients, which `make test-clients`
+makes: LiteLLM wants an older huggingface-hub than Baton.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ OTHERS = ROOT / ".venv-clients" / "bin" / "python"
 HERE = Path(__file__).parent
 NARROW = {"max_running_requests": 1, "max_queued_requests": 1}
 NEEDS_OTHERS = pytest.mark.skipif(
-    not OTHERS.exists(), reason="LiteLLM and LangChain are not installed; `make test-clients` installs and runs them"
+    not OTHERS.exists(),
+    reason="clients other than OpenAI's are not installed; `make test-clients` installs and runs them",
 )
 MOST_REFUSALS = 2
 """Of a client that tries again, before there is room."""
@@ -80,11 +81,18 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainCluster]:
 
 @pytest.fixture(
     scope="module",
-    params=["openai", pytest.param("litellm", marks=NEEDS_OTHERS), pytest.param("langchain", marks=NEEDS_OTHERS)],
+    params=["openai", *(pytest.param(name, marks=NEEDS_OTHERS) for name in ("litellm", "langchain", "anthropic"))],
 )
 def client(request: pytest.FixtureRequest) -> Iterator[Client]:
     name: str = request.param
     client = Client(name, sys.executable if name == "openai" else str(OTHERS))
+    yield client
+    client.close()
+
+
+@pytest.fixture(scope="module")
+def anthropic_client() -> Iterator[Client]:
+    client = Client("anthropic", str(OTHERS))
     yield client
     client.close()
 
@@ -175,6 +183,17 @@ def test_a_refusal_says_when_to_come_again(openai_client: Client, cluster: Plain
     assert told["status"] == 429 and "RateLimitError" in told["kinds"] and "try again" in told["message"]
     after_s, after_ms = int(told["headers"]["retry-after"]), int(told["headers"]["retry-after-ms"])
     assert 1 <= after_s <= 60 and 1000 * (after_s - 1) < after_ms <= 1000 * after_s
+
+
+@NEEDS_OTHERS
+def test_tokens_are_counted_as_a_message_uses_them_and_too_much_is_refused(
+    anthropic_client: Client, cluster: PlainCluster
+) -> None:
+    told = anthropic_client.ask("count", cluster.http_address)
+    assert told["counted"] == told["used"] > 0
+    with Crowd(cluster) as crowd:
+        told = anthropic_client.ask("refused", crowd.http_address)
+    assert (told["status"], told["type"]) == (529, "overloaded_error") and int(told["headers"]["retry-after"]) >= 1
 
 
 def test_a_raw_stream_is_server_sent_events(openai_client: Client, cluster: PlainCluster) -> None:

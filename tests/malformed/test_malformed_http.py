@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from router_harness import ids, running_router
 
+from router.anthropic.bodies import MessagesBody
 from router.openai.bodies import ChatBody, CompletionBody
 
 pytestmark = pytest.mark.asyncio
@@ -31,7 +32,16 @@ ODD = st.one_of(
     st.lists(st.text(max_size=4), max_size=3),
     st.dictionaries(st.text(max_size=6), st.one_of(st.none(), st.floats(), st.text(max_size=4)), max_size=3),
 )
-FIELDS = sorted({*CompletionBody.model_fields, *ChatBody.model_fields, "tools", "unknown"})
+PATHS = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/tokenize",
+    "/detokenize",
+)
+KINDS = (CompletionBody, ChatBody, MessagesBody)
+FIELDS = sorted({*(name for kind in KINDS for name in kind.model_fields), "tools", "unknown"})
 MESSAGE = st.dictionaries(st.sampled_from(["role", "content", "name", "tool_calls"]), ODD, max_size=3)
 BODIES = st.fixed_dictionaries(
     {"model": st.sampled_from(["model", "", "other"]), "prompt": ODD, "messages": st.lists(MESSAGE, max_size=2)},
@@ -50,14 +60,16 @@ async def test_nothing_that_is_sent_over_http_fails_inside(tmp_path: Path, num: 
         statuses = Counter[int]()
 
         @settings(max_examples=num, derandomize=True, database=None)
-        @given(st.sampled_from(["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]), BODIES)
+        @given(st.sampled_from(PATHS), BODIES)
         def send(path: str, body: dict[str, Any]) -> None:
             other = "messages" if path == "/v1/completions" else "prompt"
             sent = json.dumps({name: value for name, value in body.items() if name != other})
             answer = asyncio.run_coroutine_threadsafe(http.post(path, content=sent), loop).result(20)
             statuses[answer.status_code] += 1
             if answer.headers["content-type"].startswith("application/json") and answer.status_code != 200:
-                assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+                is_anthropic = path.startswith("/v1/messages")
+                parts = {"message", "type"} if is_anthropic else {"message", "type", "param", "code"}
+                assert set(answer.json()["error"]) == parts
 
         await asyncio.to_thread(send)
         assert set(statuses) <= {200, 400, 404}, statuses

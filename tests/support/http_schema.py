@@ -63,6 +63,11 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "streamed": {"model": MODEL, "input": MESSAGES, "max_output_tokens": 8, "stream": True},
         "in the background": {"model": MODEL, "input": "Good morrow.", "max_output_tokens": 8, "background": True},
     },
+    "/v1/messages": {
+        "plain": {"model": MODEL, "messages": MESSAGES, "max_tokens": 8, "system": "Be kind.", "stop_sequences": ["e"]},
+        "streamed": {"model": MODEL, "messages": MESSAGES, "max_tokens": 8, "stream": True},
+    },
+    "/v1/messages/count_tokens": {"plain": {"model": MODEL, "messages": MESSAGES}},
     "/tokenize": {"chat": {"model": MODEL, "messages": MESSAGES}, "text": {"prompt": "Good morrow."}},
     "/detokenize": {"tokens": {"model": MODEL, "tokens": [5, 6, 7]}},
 }
@@ -73,7 +78,16 @@ def document(base: str, input_file_id: str, **ids: str) -> dict[str, Any]:
     with urllib.request.urlopen(f"{base}/openapi.json", timeout=60) as page:
         spec: dict[str, Any] = json.load(page)
     good = {"model": MODEL, **ids}
-    for name in ("ChatBody", "CompletionBody", "ResponseBody", "TokenizeBody", "DetokenizeBody"):
+    asked = (
+        "ChatBody",
+        "CompletionBody",
+        "ResponseBody",
+        "MessagesBody",
+        "CountBody",
+        "TokenizeBody",
+        "DetokenizeBody",
+    )
+    for name in asked:
         spec["components"]["schemas"][name]["properties"]["model"] = {"enum": [MODEL, ""]}
     spec["components"]["schemas"]["BatchBody"]["properties"]["input_file_id"] = {"enum": [input_file_id]}
     for path, methods in spec["paths"].items():

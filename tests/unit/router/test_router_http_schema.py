@@ -33,6 +33,11 @@ CALLS: list[tuple[str, str, Any]] = [
     ("post", "/v1/responses", RESPONSE | {"top_logprobs": 1}),
     ("post", "/v1/responses", RESPONSE | {"stream": True}),
     ("get", "/v1/responses/{response_id}", None),
+    ("post", "/v1/messages", CHAT),
+    ("post", "/v1/messages", CHAT | {"stream": True}),
+    ("post", "/v1/messages", CHAT | {"temperature": 3}),
+    ("post", "/v1/messages", CHAT | {"model": "other"}),
+    ("post", "/v1/messages/count_tokens", {"model": "model", "messages": CHAT["messages"]}),
 ]
 
 
@@ -64,10 +69,13 @@ def check(text: str, media_type: str, schema: dict[str, Any]) -> None:
     if media_type == "application/json":
         jsonschema.validate(json.loads(text), schema)
         return
-    lines = [line for line in text.splitlines() if line and not line.startswith("event: ")]
-    *chunks, last = [line.removeprefix("data: ") for line in lines]
-    assert last == "[DONE]" and len(chunks) > 1
-    of_data = schema["properties"]["data"]["anyOf"][1]["contentSchema"] | {"components": schema["components"]}
+    chunks = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    data = schema["properties"]["data"]
+    if "event" not in schema["properties"]:
+        assert chunks.pop() == "[DONE]"
+        data = data["anyOf"][1]
+    of_data = data["contentSchema"] | {"components": schema["components"]}
+    assert len(chunks) > 1
     for chunk in chunks:
         jsonschema.validate(json.loads(chunk), of_data)
 

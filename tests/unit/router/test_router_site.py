@@ -15,7 +15,15 @@ from cluster.api_keys import ApiKey, digest_of, render_keys
 pytestmark = pytest.mark.asyncio
 
 GET = ("/", "/healthz", "/readyz", "/metrics", "/v1/models", "/api/cluster", "/openapi.json", "/v1/files", "/nowhere")
-POST = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/v1/files", "/v1/batches", "/api/roles")
+POST = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/messages",
+    "/tokenize",
+    "/v1/files",
+    "/v1/batches",
+    "/api/roles",
+)
 EVIL: tuple[dict[str, str], ...] = (
     {"host": "evil.example:8000"},
     {"origin": "http://evil.example"},

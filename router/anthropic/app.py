@@ -1,0 +1,85 @@
+"""The routes of Anthropic's Messages API. A handler reads a body and calls the same methods that gRPC calls."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from cluster.pb import generation_pb2 as pb
+from router.anthropic.answers import MessageAnswer, MessageEvent, TokenCount
+from router.anthropic.bodies import CountBody, MessagesBody
+from router.anthropic.errors import ANTHROPIC, NAMES
+from router.anthropic.events import MessageEvents, MessageForm, MessagePosition
+from router.anthropic.specs import count_request, message_spec
+from router.api.model_service import ModelService
+from router.openai.generating import Generate, GenerateStream, StreamedAnswer, resumption, together, unknown_event
+from router.openai.http import GENERATES, HAS_BODY, Answer, Operation, Reception, parse
+
+
+class MessageRoutes:
+    """`operations`: for the HTTP API."""
+
+    def __init__(
+        self, generate: Generate, generate_stream: GenerateStream, models: ModelService, reception: Reception
+    ) -> None:
+        self._generate = generate
+        self._generate_stream = generate_stream
+        self._models = models
+        self._reception = reception
+        self.operations = [
+            Operation(
+                "POST",
+                "/v1/messages",
+                self._create,
+                "Answer in a conversation, as Anthropic's API does",
+                (*GENERATES, 413, 529),
+                MessageAnswer,
+                body=MessagesBody,
+                chunk=MessageEvent,
+                names=NAMES,
+                dialect=ANTHROPIC,
+            ),
+            Operation(
+                "POST",
+                "/v1/messages/count_tokens",
+                self._count,
+                "Tokens of a conversation, as Anthropic's API counts them",
+                (*HAS_BODY, 404, 413, 429),
+                TokenCount,
+                body=CountBody,
+                names=NAMES,
+                dialect=ANTHROPIC,
+            ),
+        ]
+
+    async def _create(self, request: Request) -> Answer:
+        self._reception.check(request)
+        request_id: str = request.state.request_id
+
+        def read(data: bytes) -> tuple[MessagesBody, pb.GenerationSpec]:
+            body = parse(data, MessagesBody)
+            return body, message_spec(body, request_id)
+
+        body, spec = await self._reception.read(request, read)
+        form = MessageForm.of(body)
+        may_resume, last = resumption(request.headers, is_streaming=bool(body.stream))
+        call = self._reception.call(request)  # the key may have been revoked meanwhile
+        if not body.stream:
+            (answer,) = await together([self._generate(pb.GenerateRequest(spec=spec), call)], request.receive)
+            return JSONResponse(form.whole(answer))
+        resumed = None if last is None else MessagePosition.parse(last)
+        if last is not None and resumed is None:
+            raise unknown_event(last)
+        if may_resume:
+            spec.resume.SetInParent()
+        if resumed is not None:
+            spec.resume.generation_id, spec.resume.next_token_index = resumed.generation_id, resumed.num_tokens
+        events = MessageEvents(form, request_id, may_resume=may_resume, resumed=resumed)
+        return StreamedAnswer([spec], events, self._generate_stream, call, request_id)
+
+    async def _count(self, request: Request) -> Response:
+        self._reception.check(request)
+        wanted = await self._reception.read(request, lambda data: count_request(parse(data, CountBody)))
+        found = await self._models.Tokenize(wanted, self._reception.call(request))
+        answer: TokenCount = {"input_tokens": len(found.token_ids)}
+        return JSONResponse(answer)

@@ -1,0 +1,237 @@
+"""Anthropic's own client, whole and by `async`, as others ask of it: see `asked`. It validates every answer and every
+event, and one with a field that it does not know fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import pydantic
+from anthropic import beta_tool
+from asked import (
+    MERRY,
+    MESSAGES,
+    NUM_TOKENS,
+    SCHEMA,
+    TIMEOUT_S,
+    TRIES,
+    WRONG_TEMPERATURE,
+    Told,
+    answer_asked,
+    told,
+    told_error,
+)
+
+GREEDY: Any = {"extra_body": {"temperature": 0}}
+GIVEN: Any = {"messages": MESSAGES, "max_tokens": NUM_TOKENS, **GREEDY}
+REASONS = {"end_turn": "stop", "stop_sequence": "stop", "max_tokens": "length"}
+WEATHER: Any = {
+    "name": "weather",
+    "description": "The weather of a city.",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+ANSWERS = {"Rome": "warm", "Oslo": "cold"}
+
+
+def _options(base_url: str, max_retries: int) -> Any:
+    return {
+        "base_url": base_url.removesuffix("/v1"),
+        "api_key": "none",
+        "timeout": TIMEOUT_S,
+        "max_retries": max_retries,
+        "_strict_response_validation": True,
+    }
+
+
+def client(base_url: str, max_retries: int = 0) -> anthropic.Anthropic:
+    return anthropic.Anthropic(**_options(base_url, max_retries))
+
+
+def async_client(base_url: str, max_retries: int = 0) -> anthropic.AsyncAnthropic:
+    return anthropic.AsyncAnthropic(**_options(base_url, max_retries))
+
+
+def checked(answer: Any) -> Any:
+    unknown = list(_unknown(answer))
+    assert not unknown, f"the client does not know {unknown}"
+    return answer
+
+
+def _unknown(found: Any) -> Iterator[str]:
+    if isinstance(found, pydantic.BaseModel):
+        yield from found.model_extra or ()
+        for name in type(found).model_fields:
+            yield from _unknown(getattr(found, name))
+    elif isinstance(found, list):
+        for each in found:
+            yield from _unknown(each)
+
+
+def told_message(message: Any) -> Told:
+    usage = checked(message).usage
+    prompt = usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens
+    text = "".join(block.text for block in message.content if block.type == "text")
+    return told(text, REASONS[message.stop_reason], prompt, usage.output_tokens)
+
+
+def chat(base_url: str, model: str) -> Told:
+    with client(base_url) as api:
+        return told_message(api.messages.create(model=model, **GIVEN))
+
+
+async def async_chat(base_url: str, model: str) -> Told:
+    async with async_client(base_url) as api:
+        return told_message(await api.messages.create(model=model, **GIVEN))
+
+
+def stream(base_url: str, model: str) -> Told:
+    with client(base_url) as api, api.messages.stream(model=model, **GIVEN) as events:
+        chunks = list(events.text_stream)
+        message = events.get_final_message()
+    assert "".join(chunks) == message.content[0].text
+    return told_message(message) | {"num_chunks": len(chunks)}
+
+
+async def async_stream(base_url: str, model: str) -> Told:
+    async with async_client(base_url) as api:
+        events = [checked(event) async for event in await api.messages.create(model=model, **GIVEN, stream=True)]
+        async with api.messages.stream(model=model, **GIVEN) as stream:
+            message = await stream.get_final_message()
+    return told_message(message) | {"num_chunks": len(events)}
+
+
+def stop(base_url: str, model: str) -> Told:
+    with client(base_url) as api:
+        message = api.messages.create(model=model, **GIVEN, stop_sequences=["\n"])
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "\n")
+    return told_message(message)
+
+
+def error(base_url: str, model: str) -> Told:
+    with client(base_url) as api:
+        try:
+            api.messages.create(model=model, **GIVEN | {"extra_body": {"temperature": WRONG_TEMPERATURE}})
+        except anthropic.BadRequestError as refusal:
+            assert refusal.type == "invalid_request_error" and refusal.request_id
+            return told_error(refusal)
+    return {}
+
+
+async def async_error(base_url: str, model: str) -> Told:
+    async with async_client(base_url) as api:
+        try:
+            await api.messages.create(model=model, **GIVEN | {"extra_body": {"temperature": WRONG_TEMPERATURE}})
+        except anthropic.BadRequestError as refusal:
+            return told_error(refusal)
+    return {}
+
+
+def retry(base_url: str, model: str) -> Told:
+    with client(base_url, max_retries=TRIES) as api:
+        raw = api.messages.with_raw_response.create(model=model, **GIVEN)
+        return told_message(raw.parse()) | {"retries": raw.retries_taken}
+
+
+async def async_retry(base_url: str, model: str) -> Told:
+    async with async_client(base_url, max_retries=TRIES) as api:
+        raw = await api.messages.with_raw_response.create(model=model, **GIVEN)
+        return told_message(await raw.parse()) | {"retries": raw.retries_taken}
+
+
+def refused(base_url: str, model: str) -> Told:
+    """Without another try: what the router said."""
+    with client(base_url) as api:
+        try:
+            api.messages.create(model=model, **GIVEN)
+        except anthropic.OverloadedError as refusal:
+            return told_error(refusal) | {"headers": dict(refusal.response.headers), "type": refusal.type}
+    return {}
+
+
+def structured(base_url: str, model: str) -> Told:
+    class Line(pydantic.BaseModel):
+        mood: str
+        verses: int
+
+    form: Any = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    merry = {name: value for name, value in MERRY.items() if name == "temperature"}
+    with client(base_url) as api:
+        given: Any = {"messages": MESSAGES, "max_tokens": MERRY["max_tokens"], "extra_body": merry}
+        message = api.messages.create(model=model, **given, output_config=form)
+        line = Line.model_validate_json(message.content[0].text)
+    return {"parsed": line.model_dump()}
+
+
+def count(base_url: str, model: str) -> Told:
+    """Tokens as they are counted, and as an answer says that they were."""
+    given: Any = {"model": model, "messages": MESSAGES, "system": "Be kind."}
+    with client(base_url) as api:
+        counted = checked(api.messages.count_tokens(**given)).input_tokens
+        return {"counted": counted, "used": told_message(api.messages.create(**given, max_tokens=1))["prompt_tokens"]}
+
+
+def thinking(base_url: str, model: str) -> Told:
+    """Of a stream: the kinds of its events in their order, and what came of them."""
+    given: Any = {"model": model, "messages": MESSAGES, "max_tokens": 100, "tools": [WEATHER]}
+    with client(base_url) as api, api.messages.stream(**given, thinking={"type": "adaptive"}) as stream:
+        kinds = [checked(event).type for event in stream]
+        message = stream.get_final_message()
+    return {"kinds": kinds, "content": [block.model_dump() for block in message.content], "reason": message.stop_reason}
+
+
+def loop(base_url: str, model: str) -> Told:
+    """Calls the tool for as long as the model asks for it; each answer goes back with its thinking."""
+    messages: list[Any] = list(MESSAGES)
+    asked = []
+    with client(base_url) as api:
+        while True:
+            message = checked(api.messages.create(model=model, max_tokens=100, messages=messages, tools=[WEATHER]))
+            calls = [block for block in message.content if block.type == "tool_use"]
+            if not calls:
+                return {"asked": asked, "text": message.content[-1].text, "reason": message.stop_reason}
+            asked += [call.input["city"] for call in calls]
+            results = [
+                {"type": "tool_result", "tool_use_id": call.id, "content": ANSWERS[call.input["city"]]}
+                for call in calls
+            ]
+            messages += [message.to_param(), {"role": "user", "content": results}]
+
+
+def runner(base_url: str, model: str) -> Told:
+    """The client's own loop over tools, whose answers are streamed."""
+    asked = []
+
+    @beta_tool
+    def weather(city: str) -> str:
+        """The weather of a city."""
+        asked.append(city)
+        return ANSWERS[city]
+
+    with client(base_url) as api:
+        given: Any = {"model": model, "max_tokens": 100, "messages": MESSAGES, "tools": [weather]}
+        last = None
+        for stream in api.beta.messages.tool_runner(**given, stream=True):
+            last = stream.get_final_message()
+    assert last is not None
+    return {"asked": asked, "text": last.content[-1].text, "reason": last.stop_reason}
+
+
+if __name__ == "__main__":
+    answer_asked(
+        chat,
+        async_chat,
+        stream,
+        async_stream,
+        stop,
+        error,
+        async_error,
+        retry,
+        async_retry,
+        refused,
+        structured,
+        count,
+        thinking,
+        loop,
+        runner,
+    )
