@@ -21,6 +21,7 @@ from engine.model_runner import ModelRunner
 from engine.models.folder import read_model
 from engine.models.transformers_model import ForeignLinear
 from engine.step_input import SequenceSlice
+from engine.tp import TPGroup
 
 USUAL = ("cohere2", "gpt_neox", "granitemoe", "opt")
 """Windows and a scaled head; fused projections; experts; learned positions."""
@@ -232,9 +233,13 @@ def test_greedy_tokens_equal_those_of_transformers(model_type: str, folder_of: C
     prompts = [_ids(length, seed=length) for length in PROMPT_LENGTHS]
     reference = _reference(folder)
     reference.generation_config.eos_token_id = None
-    sizes = [1] if read_model(folder).foreign.tp_obstacle else [1, 2]  # type: ignore[union-attr]
+    sizes = [1] if read_model(folder, "transformers").foreign.tp_obstacle else [1, 2]  # type: ignore[union-attr]
+
+    def run(tp: TPGroup) -> list[tuple[list[int], torch.Tensor]]:
+        return _greedy(make_runner(folder, tp=tp, num_blocks=128, model_impl="transformers"), prompts, 64)
+
     for size in sizes:
-        for outputs in on_each_rank(size, lambda tp: _greedy(make_runner(folder, tp=tp, num_blocks=128), prompts, 64)):
+        for outputs in on_each_rank(size, run):
             for prompt, (tokens, logits) in zip(prompts, outputs, strict=True):
                 _check_greedy(reference, prompt, tokens, logits)
 
