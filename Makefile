@@ -201,7 +201,7 @@ smoke: $(READY)
 	  tests/integration/test_integration_ray_memory.py tests/unit/engine/test_engine_triton_deterministic.py $(ARGS)
 
 families: $(READY)
-	$(PY) -m pytest -q -m "battery or not battery" tests/unit/engine/test_engine_families.py \
+	$(PY) -m pytest -q -m "battery or not battery" tests/unit/engine/test_engine_families.py tests/unit/engine/test_engine_expert_balancer.py \
 	  tests/unit/engine/test_engine_parity.py tests/unit/worker/test_worker_windows.py \
 	  tests/integration/test_integration_parity.py tests/integration/test_integration_handoff.py \
 	  tests/integration/test_integration_kv_kinds.py $(ARGS)

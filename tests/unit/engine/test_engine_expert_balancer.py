@@ -89,7 +89,8 @@ needs_kernels = pytest.mark.skipif(
 
 @pytest.mark.parametrize("kind", ["qwen3-moe", "gpt-oss"])
 @pytest.mark.parametrize(
-    ("quantization", "dtype", "kernels"), [*FORMS, *(pytest.param(*form, marks=needs_kernels) for form in NATIVE_FORMS)]
+    ("quantization", "dtype", "kernels"),
+    [*FORMS, *(pytest.param(*form, marks=(needs_kernels, pytest.mark.battery)) for form in NATIVE_FORMS)],
 )
 def test_an_expert_in_any_form_computes_the_same_at_another_rank(
     kind: str, quantization: str, dtype: str, kernels: str, tmp_path: Path
