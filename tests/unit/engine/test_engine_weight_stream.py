@@ -245,7 +245,7 @@ def test_a_model_that_comes_through_a_stream_is_the_one_that_is_mapped(
     streamed, mapped = load(open_weights=open_weights), load()
     for ours, theirs in zip(streamed, mapped, strict=True):
         pairs = list(zip(tensors_of(ours), tensors_of(theirs), strict=True))
-        assert len(pairs) > 20 and all(torch.equal(a, b) for a, b in pairs)
+        assert len(pairs) > 15 and all(torch.equal(a, b) for a, b in pairs)
     assert sum(copied) == sum(checkpoint.bytes_read for checkpoint in opened) > 0
     if size == 1:
         ids = list(range(20))
