@@ -158,7 +158,7 @@ def test_random_bytes_in_a_header_raise_nothing_but_refusals(file: Path, tmp_pat
             "general.architecture 'mamba' is not supported in GGUF; Baton reads llama, ",
         ),
         ({"split.count": 3}, "is one of 3 parts; join them with `llama-gguf-split --merge` first"),
-        ({"llama.expert_count": 8}, "llama.expert_count 8: experts are not read from GGUF"),
+        ({"llama.expert_count": 8}, "llama.expert_used_count must be a positive integer"),
         ({"llama.rope.scaling.type": "longrope"}, "llama.rope.scaling.type 'longrope' is not supported"),
         ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count 8 is not the heads' size 16"),
         ({"llama.block_count": 0}, "llama.block_count must be a positive integer"),
