@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from cluster.api_keys import ApiKey, KeyQuota
 from cluster.auth import Metadata
@@ -27,6 +27,8 @@ LONGEST_NAME = 256
 MOST_MESSAGES, MOST_TOOLS = 2048, 1024
 """Most messages and most tools of one conversation."""
 MOST_BIASED_TOKENS = 1024
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""How much a model is to think before it answers."""
 MOST_PRIORITY = 10
 """Priorities go from -10 to 10; 0 unless the client says otherwise."""
 

@@ -13,7 +13,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jinja2
 from google.protobuf import struct_pb2
@@ -25,13 +25,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from cluster.errors import CheckpointError, FailedPrecondition, FieldViolation, InvalidRequest
 from cluster.model_folder import has_model_file, read_model_file
 from cluster.pb import generation_pb2
-from router.api.call import MOST_MESSAGES, MOST_TOOLS
+from router.api.call import MOST_MESSAGES, MOST_TOOLS, Effort
 from router.api.violations import Violations, shortened
 
 _RESERVED = frozenset({"messages", "tools", "bos_token", "eos_token"})
 """Names that a client's template_kwargs cannot set."""
 _LONGEST_REASON = 200
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+EFFORTS: tuple[str, ...] = get_args(Effort)
 _EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
 """Efforts that templates do not know, as the next one that they do."""
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
@@ -264,6 +264,8 @@ class ChatTemplate:
             try:
                 return self._templates[name].render(messages=messages, tools=tools or None, **values)
             except TypeError:  # a template that joins arguments to text takes them as such
+                if not any("tool_calls" in each for each in messages):
+                    raise
                 messages = list(map(_with_argument_texts, messages))
                 return self._templates[name].render(messages=messages, tools=tools or None, **values)
         except _TemplateRefusal as error:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from pydantic_core import PydanticCustomError
 from starlette.datastructures import UploadFile
 
-from router.api.call import MOST_BIASED_TOKENS, MOST_MESSAGES, MOST_TOOLS
+from router.api.call import MOST_BIASED_TOKENS, MOST_MESSAGES, MOST_TOOLS, Effort
 from router.batches.store import KEPT_S
 
 IGNORED = (
@@ -156,7 +156,6 @@ class AllowedTools(Body):
 
 Tools = Annotated[Items[ToolBody], at_most(MOST_TOOLS, "tools")]
 ToolChoice = Literal["auto", "none", "required"] | NamedTool | AllowedTools
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _AT_LEAST_ONE: dict[str, Any] = {"minItems": 1}
 
 

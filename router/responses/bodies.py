@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from router.api.call import MOST_MESSAGES, MOST_TOOLS
+from router.api.call import MOST_MESSAGES, MOST_TOOLS, Effort
 from router.openai.bodies import MOST_METADATA, Body, Items, at_most
 
 IGNORED = (
@@ -64,7 +64,7 @@ class ChosenFunctions(Body):
 
 
 class ReasoningOptions(Body):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
     summary: Any = None
     """Without effect, as are those below: thinking is told whole, and no summary is made of it."""
     generate_summary: Any = None

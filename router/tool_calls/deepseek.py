@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from router.tool_calls.format import Tool, ToolFormat
-from router.tool_calls.json_call import read_arguments
+from router.tool_calls.json_call import read_arguments, read_section
 from router.tool_calls.lark import Lark
 from router.tool_calls.reader import CallBegin, Garbled, OutputReader, Reading
 
@@ -32,21 +32,7 @@ class DeepSeek(ToolFormat):
         return _CALL in template and ("```json" in template) == self._is_fenced
 
     def read(self, reader: OutputReader, tools: Mapping[str, Tool]) -> Reading[None]:
-        while True:
-            reader.begin_call((yield from reader.read_text(_BEGIN)))
-            yield from reader.take_blanks()
-            mark = yield from reader.take(_CALL)
-            while mark == _CALL:
-                yield from self._read_call(reader, tools)
-                reader.end_call()
-                yield from reader.take_blanks()
-                if (yield from reader.starts_with(_CALL)):
-                    reader.begin_call((yield from reader.take(_CALL)))
-                elif (yield from reader.starts_with(_END)):
-                    mark = yield from reader.take(_END)
-                else:
-                    break
-            yield from reader.take_blanks()
+        yield from read_section(reader, _BEGIN, _CALL, _END, lambda: self._read_call(reader, tools))
 
     def _read_call(self, reader: OutputReader, tools: Mapping[str, Tool]) -> Reading[None]:
         name, _ = yield from reader.take_until(_SEPARATOR, _END_CALL)

@@ -55,4 +55,4 @@ class Glm(ToolFormat):
                 given.append(one if is_required else f"({one})?")
             calls.append(" ".join([json.dumps(f"{tool.name}\n"), *given]))
         rest = f"{lark.rule('call', ' | '.join(calls))} {lark.literal(_END)}"
-        return {_BEGIN: rest if is_single else f'{rest} ("\\n" {lark.literal(_BEGIN)} {rest})*'}
+        return {_BEGIN: rest if is_single else lark.several(_BEGIN, rest, "\n")}

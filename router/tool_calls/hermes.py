@@ -33,4 +33,4 @@ class Hermes(ToolFormat):
 
     def calls(self, lark: Lark, tools: Sequence[Tool], *, is_single: bool) -> Mapping[str, str]:
         rest = f'"\\n" {json_call(lark, tools)} "\\n" {lark.literal(_END)}'
-        return {_BEGIN: rest if is_single else f'{rest} ("\\n" {lark.literal(_BEGIN)} {rest})*'}
+        return {_BEGIN: rest if is_single else lark.several(_BEGIN, rest, "\n")}

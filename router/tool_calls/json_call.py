@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from router.tool_calls.format import Tool, ToolFormat
 from router.tool_calls.lark import Lark
@@ -79,6 +79,35 @@ def read_json_calls(reader: OutputReader, tools: Mapping[str, Tool], separator: 
         reader.begin_call((yield from reader.take(separator)))
 
 
+def read_json_list(reader: OutputReader, tools: Mapping[str, Tool]) -> Reading[None]:
+    """Reads a list of calls, of which the first has begun. Raises Garbled."""
+    yield from reader.take("[")
+    yield from read_json_calls(reader, tools, ",")
+    yield from reader.take("]")
+
+
+def read_section(
+    reader: OutputReader, begin: str, call: str, end: str, read_call: Callable[[], Reading[None]]
+) -> Reading[None]:
+    """Reads text and sections of calls without an end: a mark begins a section and another one ends it, if it is there;
+    a third one is before each call, which `read_call` reads up to its end. Raises Garbled."""
+    while True:
+        reader.begin_call((yield from reader.read_text(begin)))
+        yield from reader.take_blanks()
+        yield from reader.take(call)
+        is_call = True
+        while is_call:
+            yield from read_call()
+            reader.end_call()
+            yield from reader.take_blanks()
+            is_call = yield from reader.starts_with(call)
+            if is_call:
+                reader.begin_call((yield from reader.take(call)))
+        if (yield from reader.starts_with(end)):
+            yield from reader.take(end)
+            yield from reader.take_blanks()
+
+
 def json_begin(tool: Tool, key: str) -> tuple[str, str]:
     """What is before a tool's arguments, in two parts."""
     return '{"name": ' + json.dumps(tool.name), f', "{key}": '
@@ -110,9 +139,7 @@ class PlainJson(ToolFormat):
             reader.begin_call()
             yield from reader.take_blanks()
             if (yield from reader.starts_with("[")):
-                yield from reader.take("[")
-                yield from read_json_calls(reader, tools, ",")
-                yield from reader.take("]")
+                yield from read_json_list(reader, tools)
             else:
                 yield from read_json_call(reader, tools)
                 reader.end_call()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from router.tool_calls.format import Tool, ToolFormat
-from router.tool_calls.json_call import read_arguments
+from router.tool_calls.json_call import read_arguments, read_section
 from router.tool_calls.lark import Lark
 from router.tool_calls.reader import CallBegin, Garbled, OutputReader, Reading
 
@@ -24,29 +24,18 @@ class Kimi(ToolFormat):
         return _CALL in template
 
     def read(self, reader: OutputReader, tools: Mapping[str, Tool]) -> Reading[None]:
-        while True:
-            reader.begin_call((yield from reader.read_text(_BEGIN)))
-            yield from reader.take_blanks()
-            mark = yield from reader.take(_CALL)
-            while mark == _CALL:
-                yield from reader.take_blanks()
-                call_id = (yield from reader.take_until(_ARGUMENTS, _END_CALL))[0].strip()
-                name = call_id.removeprefix(_NAMESPACE).partition(":")[0]
-                if name not in tools:
-                    raise Garbled
-                yield from reader.take_blanks()
-                yield from read_arguments(reader, CallBegin(name, call_id))
-                yield from reader.take_blanks()
-                yield from reader.take(_END_CALL)
-                reader.end_call()
-                yield from reader.take_blanks()
-                if (yield from reader.starts_with(_CALL)):
-                    reader.begin_call((yield from reader.take(_CALL)))
-                elif (yield from reader.starts_with(_END)):
-                    mark = yield from reader.take(_END)
-                else:
-                    break
-            yield from reader.take_blanks()
+        yield from read_section(reader, _BEGIN, _CALL, _END, lambda: self._read_call(reader, tools))
+
+    def _read_call(self, reader: OutputReader, tools: Mapping[str, Tool]) -> Reading[None]:
+        yield from reader.take_blanks()
+        call_id = (yield from reader.take_until(_ARGUMENTS, _END_CALL))[0].strip()
+        name = call_id.removeprefix(_NAMESPACE).partition(":")[0]
+        if name not in tools:
+            raise Garbled
+        yield from reader.take_blanks()
+        yield from read_arguments(reader, CallBegin(name, call_id))
+        yield from reader.take_blanks()
+        yield from reader.take(_END_CALL)
 
     def calls(self, lark: Lark, tools: Sequence[Tool], *, is_single: bool) -> Mapping[str, str]:
         number, before = lark.rule("NUMBER", "/0|[1-9][0-9]{0,2}/"), lark.literal(_ARGUMENTS)

@@ -49,6 +49,11 @@ class Lark:
         """A rule for the JSON of a schema."""
         return self.rule("json", f"%json {json.dumps(schema)}")
 
+    def several(self, begin: str, rest: str, between: str = "") -> str:
+        """An expression for what follows a text with which each of several begins, one or more of them."""
+        separator = f"{json.dumps(between)} " if between else ""
+        return f"{rest} ({separator}{self.literal(begin)} {rest})*"
+
     def text_without(self, *marks: str) -> str:
         """A token for any text, also none, in which no mark is, be it written out."""
         return self.rule(

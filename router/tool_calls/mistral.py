@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from router.tool_calls.format import Tool, ToolFormat
-from router.tool_calls.json_call import json_call, read_arguments, read_json_calls
+from router.tool_calls.json_call import json_call, read_arguments, read_json_list
 from router.tool_calls.lark import Lark
 from router.tool_calls.reader import CallBegin, Garbled, OutputReader, Reading
 
@@ -31,9 +31,7 @@ class Mistral(ToolFormat):
             reader.begin_call((yield from reader.read_text(_BEGIN)))
             yield from reader.take_blanks()
             if (yield from reader.starts_with("[")):
-                yield from reader.take("[")
-                yield from read_json_calls(reader, tools, ",")
-                yield from reader.take("]")
+                yield from read_json_list(reader, tools)
             else:
                 yield from self._read_call(reader, tools)
                 reader.end_call()
@@ -60,4 +58,4 @@ class Mistral(ToolFormat):
         before = lark.literal(_ARGUMENTS)
         each = [f"{json.dumps(tool.name)} {has_id}{before} {lark.json(tool.schema())}" for tool in tools]
         rest = lark.rule("call", " | ".join(each))
-        return {_BEGIN: rest if is_single else f"{rest} ({lark.literal(_BEGIN)} {rest})*"}
+        return {_BEGIN: rest if is_single else lark.several(_BEGIN, rest)}

@@ -62,4 +62,4 @@ class QwenXml(ToolFormat):
             begin, end = json.dumps(f"\n{_FUNCTION}{tool.name}>\n"), json.dumps(f"{_END_FUNCTION}\n")
             functions.append(" ".join([begin, *given, end]))
         rest = f"{lark.rule('call', ' | '.join(functions))} {lark.literal(self._end)}"
-        return {self._begin: rest if is_single else f'{rest} ("\\n" {lark.literal(self._begin)} {rest})*'}
+        return {self._begin: rest if is_single else lark.several(self._begin, rest, "\n")}
