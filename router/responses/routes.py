@@ -17,7 +17,7 @@ from router.api.call import Call, ClientStalled
 from router.api.violations import invalid
 from router.openai.errors import HttpFailure, failure_of
 from router.openai.files import page_answer
-from router.openai.generating import Generate, GenerateStream, StreamedAnswer, together
+from router.openai.generating import CompletionEvents, Generate, GenerateStream, StreamedAnswer, together
 from router.openai.http import (
     CALLS,
     GENERATES,
@@ -35,7 +35,6 @@ from router.responses.call import NAMES, ResponseCall, ResponseReader
 from router.responses.store import KeptResponse, ResponseStore
 
 _RETRY_AFTER_S = 1.0
-_KEEP_ALIVE, _LAST = b": waiting\n\n", b"data: [DONE]\n\n"
 
 
 class ResponseRoutes:
@@ -219,7 +218,7 @@ class _GeneratedEvents:
     """The events of a response that its client waits for, as `generating.Events`. The last ones wait until it is
     kept."""
 
-    keep_alive, last, event_id = _KEEP_ALIVE, _LAST, ""
+    keep_alive, last, event_id = CompletionEvents.keep_alive, CompletionEvents.last, ""
 
     def __init__(self, wanted: ResponseCall) -> None:
         self._events = wanted.events()
@@ -252,7 +251,7 @@ class _GeneratedEvents:
 class _StoredEvents:
     """The events of a response in the background, as `generating.Events`."""
 
-    keep_alive, last, event_id = _KEEP_ALIVE, _LAST, ""
+    keep_alive, last, event_id = CompletionEvents.keep_alive, CompletionEvents.last, ""
 
     def of(self, event: Any, prompt: int) -> Iterable[Mapping[str, Any]]:
         return (event,)
