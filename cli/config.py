@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -136,24 +137,28 @@ def _ask(question: dict[str, Any]) -> list[Explained]:
 
 
 def check_model(serving: ServingConfig, *, are_here: bool) -> None:
-    """Refuses what no worker could serve, before Ray starts. `are_here`: they run on this machine."""
+    """Refuses what no worker or router could serve, before Ray starts. `are_here`: they run on this machine."""
     from cluster.config.schema import ROLES
 
     roles = {}
     for role in ROLES:
-        of, model, engine = serving.role(role), serving.model_of(role), serving.engine_of(role)
+        of, form, engine = serving.role(role), serving.model_of(role), serving.engine_of(role)
         if of.num_workers:
             roles[role] = {
                 "tensor_parallel": of.tensor_parallel,
                 "expert_parallel": of.expert_parallel,
                 "device": engine.device,
-                "dtype": model.dtype,
-                "quantization": model.quantization,
+                "dtype": form.dtype,
+                "quantization": form.quantization,
                 "memory_utilization": engine.memory_utilization,
                 "are_here": are_here,
             }
-    needs = "config" if serving.engine.timed_steps.is_on else "weights"
-    run_program("worker.check_model", serving.model.path, serving.engine.model_impl, needs, json.dumps(roles))
+    needs, model = "config" if serving.engine.timed_steps.is_on else "weights", serving.model
+    with ThreadPoolExecutor() as beside:
+        routers = beside.submit(run_program, "router.examine", model.path, *filter(None, [model.chat_template]))
+        run_program("worker.check_model", model.path, serving.engine.model_impl, needs, json.dumps(roles))
+    if refused := json.loads(routers.result()).get("refused"):
+        raise ConfigError(refused)
 
 
 def run_program(*arguments: str, question: str = "") -> str:

@@ -55,6 +55,7 @@ def serve(
         Path | None, typer.Option("--config", help="The cluster.yaml; default: ./cluster.yaml, else Baton's own.")
     ] = None,
     model: Annotated[Path | None, typer.Option("--model", help="Serve this Hugging Face folder instead.")] = None,
+    chat_template: Annotated[Path | None, typer.Option(help="Jinja file in place of the model's templates.")] = None,
     port: Annotated[
         int | None, typer.Option("--port", min=0, max=65535, help="gRPC port; 0: any free one.", show_default=False)
     ] = None,
@@ -86,6 +87,7 @@ def serve(
             raise InvalidRequest("--detach leaves the cluster to a Ray that goes on; name it: --address auto --detach")
         here = Path("cluster.yaml")
         file = _file(config or (here if here.is_file() else None), model, port, admin_port, http_port)
+        file = replace(file, chat_template=str(chat_template.absolute()) if chat_template else None)
         serving = file.load()
         if not detach:
             _check_ports(serving)

@@ -24,7 +24,8 @@ _MISTAKE_LOOKS = 10
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """`model_path` and the ports replace what the file says, as `baton serve --model --port` have it."""
+    """`model_path`, the ports and `chat_template` replace what the file says, as `baton serve --model --port` and
+    `--chat-template` have it."""
 
     path: Path
     model_path: str | None = None
@@ -33,6 +34,7 @@ class ConfigFile:
     http_port: int | None = None
     is_own: bool = True
     """The operator's; False: the one that comes with Baton, which is neither watched nor written."""
+    chat_template: str | None = None
 
     def read(self) -> str:
         """Raises ConfigError."""
@@ -40,7 +42,8 @@ class ConfigFile:
 
     def parse(self, text: str, filename: str = "") -> ServingConfig:
         """Raises ConfigError; `filename`: where the text comes from, if not from this file."""
-        config = parse_config(text, filename or str(self.path), model_path=self.model_path)
+        name, template = filename or str(self.path), self.chat_template
+        config = parse_config(text, name, model_path=self.model_path, chat_template=template)
         if self.router_port is not None:
             config = replace(config, router=replace(config.router, port=self.router_port))
         if self.http_port is not None and config.router.http_port is not None:

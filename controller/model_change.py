@@ -15,8 +15,12 @@ from cluster.errors import CheckpointError, FailedPrecondition
 from cluster.model_folder import has_model_file, model_name, read_model_file, weight_files
 
 _CONFIG = "config.json"
-_OF_TEXT = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
-"""Files that routers read, by which prompts become tokens and tokens text."""
+_OF_TEXT = (
+    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json"),
+    "generation_config.json",
+)
+"""Files that routers read, by which prompts become tokens and tokens text, beside templates with names of their own."""
+_NAMED_TEMPLATES = "additional_chat_templates/*.jinja"
 _OF_WEIGHTS = frozenset(
     {"_name_or_path", "_from_model_config", "dtype", "torch_dtype", "quantization_config", "transformers_version"}
 )
@@ -46,7 +50,8 @@ def _obstacles(running: ModelSection, wanted: ModelSection) -> Iterator[str]:
             if config.get(key) != other.get(key):
                 told = f"{key} is {other.get(key)!r} in its {_CONFIG}, and {config.get(key)!r} in that of {before}"
                 yield f"model.path: {after} holds another model: {told}"
-        for name in _OF_TEXT:
+        named = {str(path.relative_to(each)) for each in (before, after) for path in each.glob(_NAMED_TEMPLATES)}
+        for name in (*_OF_TEXT, *sorted(named)):
             if not _is_same(before / name, after / name):
                 yield f"model.path: {after} has another {name} than {before}, which routers have read"
     except (OSError, ValueError, CheckpointError) as error:

@@ -149,7 +149,7 @@ def plan_worker(
         WorkerSettings(
             worker_id=worker_id,
             role=role,
-            model=config.model_of(role),
+            model=replace(config.model_of(role), tool_format="auto", chat_template=None),  # which routers read
             weight_forms=weight_forms(config),
             engine=engine,
             transfer=config.transfer,

@@ -1,4 +1,5 @@
-"""`python -m router.examine FOLDER`: what a router would make of a model folder, for `baton doctor`.
+"""`python -m router.examine FOLDER [CHAT_TEMPLATE]`: what a router would make of a model folder, and of a file in place
+of its chat templates; for `baton serve` and `baton doctor`.
 
 Writes one JSON object to stdout, `{"found": ...}` or, where a router would refuse the folder, `{"refused": "why"}`.
 """
@@ -15,10 +16,10 @@ from router.api.served_model import ServedModel
 from router.api.tokenizer import Tokenizer
 
 
-def examine(folder: Path) -> dict[str, Any]:
+def examine(folder: Path, chat_template: str | None = None) -> dict[str, Any]:
     try:
         model = ServedModel.from_folder(folder, name="", max_model_len=None, max_num_seqs=1)
-        tokenizer = Tokenizer.from_folder(folder)
+        tokenizer = Tokenizer.from_folder(folder, chat_template)
     except BatonError as error:
         return {"refused": error.message}
     return {
@@ -32,7 +33,7 @@ def examine(folder: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    print(json.dumps(examine(Path(sys.argv[1]))))
+    print(json.dumps(examine(Path(sys.argv[1]), *sys.argv[2:])))
     return 0
 
 

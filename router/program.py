@@ -95,7 +95,7 @@ class RouterServer:
             max_model_len=settings.model.max_model_len,
             max_num_seqs=settings.engine.num_seqs,
         )
-        self._tokenizer = Tokenizer.from_folder(folder)
+        self._tokenizer = Tokenizer.from_folder(folder, settings.model.chat_template)
         self._executor = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
         self._tls = public_tls_of(settings.tls)
         self._internal_tls = internal_tls_of(settings.internal_tls)

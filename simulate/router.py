@@ -15,7 +15,7 @@ from cluster.pb import generation_pb2
 from cluster.settings import RouterSettings
 from cluster.state import Claim, Log, MemoryStore, Outcome, Store, StoreAway, Write
 from router.api.call import Call, Principal
-from router.api.chat import ChatTemplate
+from router.api.chat_template import ChatTemplate
 from router.api.served_model import ServedModel
 from router.api.service import GenerationService
 from router.observe.tracing import Traces

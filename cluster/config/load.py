@@ -39,21 +39,28 @@ _OF_FILES = ("auth", "tls", "internal_tls")
 S = TypeVar("S", AuthSection, TlsSection, InternalTlsSection)
 
 
-def load_config(path: str | Path, *, model_path: str | None = None) -> ServingConfig:
-    """The configuration in a file; `model_path` (relative to the working directory) replaces the model it names.
+def load_config(path: str | Path, *, model_path: str | None = None, chat_template: str | None = None) -> ServingConfig:
+    """The configuration in a file; `model_path` and `chat_template` (relative to the working directory) replace the
+    model that it names, and its templates.
 
     Raises ConfigError with all problems, each as `cluster.yaml:41:17: metadata.serving....: what` and the line.
     """
-    return parse_config(read_text(path), str(path), model_path=model_path)
+    return parse_config(read_text(path), str(path), model_path=model_path, chat_template=chat_template)
 
 
-def parse_config(text: str, filename: str, *, model_path: str | None = None) -> ServingConfig:
+def parse_config(
+    text: str, filename: str, *, model_path: str | None = None, chat_template: str | None = None
+) -> ServingConfig:
     """The configuration in a text; `filename` is shown in errors, and relative paths start at its folder."""
     source = ConfigSource(filename, text)
     serving = _find_serving(source, compose(source, text, f"Baton's part goes under {ROOT}"))
     reader = ConfigReader(source, ServingConfig)
     config = reader.read_section(ServingConfig, ROOT, serving)
     config = _resolve_paths(config, Path(filename).parent, model_path)
+    if chat_template is not None:
+        config = replace(config, model=replace(config.model, chat_template=str(Path(chat_template).absolute())))
+        if wrong_template := _wrong_template(config.model.chat_template):
+            raise ConfigError(f"--chat-template: {wrong_template}")
     wrong_model = _wrong_model(Path(config.model.path))
     if wrong_model and model_path is not None:
         raise ConfigError(f"--model: {wrong_model}")
@@ -88,11 +95,13 @@ def _find_serving(source: ConfigSource, root: yaml.Node) -> yaml.Node:
 
 
 def _resolve_paths(config: ServingConfig, folder: Path, model_path: str | None) -> ServingConfig:
-    """Paths made absolute; a model given from outside also drops the name that the file gave to its own."""
+    """Paths made absolute; a model given from outside also drops what the file says of its own alone."""
+    model = config.model
     if model_path is not None:
-        model = replace(config.model, path=str(Path(model_path).absolute()), name=None)
+        model = replace(model, path=str(Path(model_path).absolute()), name=None, chat_template=None)
     else:
-        model = replace(config.model, path=str((folder / config.model.path).absolute()))
+        template = None if model.chat_template is None else str((folder / model.chat_template).absolute())
+        model = replace(model, path=str((folder / model.path).absolute()), chat_template=template)
     log_dir = None if config.log_dir is None else str((folder / config.log_dir).absolute())
     sections = {name: _with_paths(getattr(config, name), folder) for name in _OF_FILES}
     router, batches = config.router, config.router.batch_store
@@ -125,7 +134,17 @@ def _wrong_model(path: Path) -> str | None:
     return None
 
 
+def _wrong_template(path: str | None) -> str | None:
+    """Why there can be no chat template, or nothing; looks only at what exists."""
+    if path is None or Path(path).is_file():
+        return None
+    close = nearest(Path(path).name, [each.name for each in Path(path).parent.glob("*.jinja")])
+    return f"no such file: {path}; " + (f'did you mean "{close}"?' if close else "name a Jinja file")
+
+
 def _missing_files(config: ServingConfig) -> Iterator[ConfigFinding]:
+    if wrong_template := _wrong_template(config.model.chat_template):
+        yield ConfigFinding("model.chat_template", wrong_template)
     for section in _OF_FILES:
         for name, path in vars(getattr(config, section)).items():
             if path is not None and not Path(path).is_file():

@@ -45,6 +45,9 @@ class ModelSection:
     """Most tokens of prompt and output together; null: the checkpoint's max_position_embeddings."""
     tool_format: choices.ToolFormatName = field(default="auto", metadata=shared("routers read the calls of both"))
     """How the model writes calls of tools (docs/tools.md); auto: as its chat template shows."""
+    chat_template: str | None = field(default=None, metadata=shared("routers render the chats of both"))
+    """Jinja file in place of the model's own chat templates (docs/tools.md); a relative path starts at the folder of
+    this file. null: the model's own."""
 
 
 @dataclass(frozen=True)

@@ -43,13 +43,19 @@ def tokenizer_config(header: GgufHeader) -> dict[str, Any]:
     values = header.metadata
     fields: dict[str, Any] = {}
     if isinstance(template := values.get(f"{_PREFIX}chat_template"), str):
-        fields["chat_template"] = template
+        named = values.get(f"{_PREFIX}chat_templates")
+        others = {str(name): values.get(f"{_PREFIX}chat_template.{name}") for name in _items(named)}
+        fields["chat_template"] = {"default": template, **others} if others else template
     tokens = values.get(f"{_PREFIX}ggml.tokens")
     for name in ("bos", "eos", "unknown", "padding"):
         number = values.get(f"{_PREFIX}ggml.{name}_token_id")
         if isinstance(tokens, tuple) and type(number) is int and 0 <= number < len(tokens):
             fields[{"unknown": "unk", "padding": "pad"}.get(name, name) + "_token"] = str(tokens[number])
     return fields
+
+
+def _items(value: object) -> Sequence[Any]:
+    return value if isinstance(value, tuple) else ()
 
 
 class _Vocabulary:

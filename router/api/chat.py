@@ -1,41 +1,25 @@
-"""Chats: a client's messages checked and rendered by the model's own template, in a sandbox.
+"""Chats: a client's messages checked, and made the plain values that a chat template reads.
 
-Owns the path from google.protobuf.Struct to the values that a template reads, finding the template
-(chat_template.jinja, or tokenizer_config.json) and the few names that templates of Hugging Face models expect.
-Templates come with the model, messages from clients: neither can reach Python from in here.
+Owns the path from google.protobuf.Struct, or JSON, to those. Knows no template (`router.api.chat_template`).
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
-from pathlib import Path
 from typing import Any, get_args
 
-import jinja2
 from google.protobuf import struct_pb2
-from jinja2 import meta, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from cluster.errors import CheckpointError, FailedPrecondition, FieldViolation, InvalidRequest
-from cluster.model_folder import has_model_file, read_model_file
 from cluster.pb import generation_pb2
 from router.api.call import MOST_MESSAGES, MOST_TOOLS, Effort
 from router.api.violations import Violations, shortened
 
 _RESERVED = frozenset({"messages", "tools", "bos_token", "eos_token"})
 """Names that a client's template_kwargs cannot set."""
-_LONGEST_REASON = 200
 EFFORTS: tuple[str, ...] = get_args(Effort)
-_EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
-"""Efforts that templates do not know, as the next one that they do."""
-_THINKING_SWITCHES = ("enable_thinking", "thinking")
-"""Variables of templates that turn thinking on."""
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _TOOL_NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 
@@ -205,154 +189,3 @@ def _join_text_parts(parts: list[Any], violations: Violations, field: str) -> st
         else:
             violations.add(f"{field}[{index}]", 'must be {"type": "text", "text": ...}: this model reads text only')
     return "".join(texts)
-
-
-class _TemplateRefusal(jinja2.TemplateError):
-    """The template has refused the messages with raise_exception(reason)."""
-
-
-class ChatTemplate:
-    """A compiled template; `render` is safe to call from several threads."""
-
-    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
-        """`sources` maps template names to their text; `default` is used unless tools ask for `tool_use`."""
-        environment = _environment()
-        try:
-            self._templates = {name: environment.from_string(source) for name, source in sources.items()}
-            self._variables = {
-                name: meta.find_undeclared_variables(environment.parse(s)) for name, s in sources.items()
-            }
-        except jinja2.TemplateError as error:
-            line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-            raise CheckpointError(f"the chat template does not compile{line}: {error}") from error
-        self.source = "\n".join(sources.values())
-        """The text of all templates."""
-        self._has_developers = "developer" in self.source
-        self._special_tokens = dict(special_tokens)
-
-    @classmethod
-    def from_folder(cls, folder: Path, tokenizer_config: Mapping[str, Any]) -> ChatTemplate:
-        """A model without a template gets one that refuses every chat."""
-        special = {key: _token_text(tokenizer_config[key]) for key in _token_keys(tokenizer_config)}
-        path = folder / "chat_template.jinja"
-        if has_model_file(path):
-            return cls({"default": read_model_file(path).decode("utf-8")}, special)
-        given = tokenizer_config.get("chat_template")
-        if isinstance(given, list):
-            return cls({entry["name"]: entry["template"] for entry in given}, special)
-        return cls({"default": given} if given else {}, special)
-
-    @property
-    def is_present(self) -> bool:
-        return "default" in self._templates
-
-    def render(self, chat: Chat) -> str:
-        """Returns the prompt, with the beginning of the assistant's answer unless the chat says otherwise.
-
-        Raises FailedPrecondition without a template, InvalidRequest when it cannot render these messages.
-        """
-        if not self.is_present:
-            raise FailedPrecondition("this model has no chat template; send spec.text or spec.token_ids instead")
-        tools = [] if chat.choice.mode == generation_pb2.ToolChoice.MODE_NONE else chat.tools
-        name = "tool_use" if tools and "tool_use" in self._templates else "default"
-        switches = self._switches(chat.reasoning, self._variables[name])
-        values = {"add_generation_prompt": True, **switches, **chat.template_kwargs, **self._special_tokens}
-        messages = chat.messages
-        if not self._has_developers:
-            messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
-        try:
-            try:
-                return self._templates[name].render(messages=messages, tools=tools or None, **values)
-            except TypeError:  # a template that joins arguments to text takes them as such
-                if not any("tool_calls" in each for each in messages):
-                    raise
-                messages = list(map(_with_argument_texts, messages))
-                return self._templates[name].render(messages=messages, tools=tools or None, **values)
-        except _TemplateRefusal as error:
-            raise _refused(f"the model's chat template refuses these messages: {error}"[:_LONGEST_REASON]) from error
-        except Exception as error:  # a template is a program that runs on a client's data: any failure is that data's
-            kind = type(error).__name__
-            raise _refused(f"the model's chat template cannot render these messages ({kind})") from error
-
-    @staticmethod
-    def _switches(reasoning: generation_pb2.ReasoningOptions, variables: Container[str]) -> dict[str, Any]:
-        """What the template is told of thinking, of what it asks for."""
-        effort = reasoning.effort
-        if not effort and not reasoning.HasField("max_tokens"):
-            return {}
-        does_think = effort != "none"
-        switches: dict[str, Any] = {name: does_think for name in _THINKING_SWITCHES if name in variables}
-        if effort and does_think and "reasoning_effort" in variables:
-            switches["reasoning_effort"] = _EFFORTS.get(effort, effort)
-        return switches
-
-
-def _with_argument_texts(message: dict[str, Any]) -> dict[str, Any]:
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
-    texts = [
-        {
-            **call,
-            "function": {
-                **call["function"],
-                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
-            },
-        }
-        for call in calls
-    ]
-    return {**message, "tool_calls": texts}
-
-
-def _refused(reason: str) -> InvalidRequest:
-    return InvalidRequest(reason, violations=(FieldViolation("spec.chat", reason),))
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-class _GenerationBlock(Extension):
-    """`{% generation %}` marks what a trainer learns from; for serving it is only its content."""
-
-    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
-
-
-def _raise_exception(reason: str) -> None:
-    raise _TemplateRefusal(reason)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _token_keys(tokenizer_config: Mapping[str, Any]) -> list[str]:
-    return [key for key in tokenizer_config if key.endswith("_token") and _token_text(tokenizer_config[key])]
-
-
-def _token_text(token: Any) -> str:
-    """tokenizer_config.json writes a special token as a string or as an object with its content."""
-    if isinstance(token, Mapping):
-        token = token.get("content")
-    return token if isinstance(token, str) else ""

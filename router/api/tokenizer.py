@@ -19,7 +19,8 @@ import tokenizers
 
 from cluster.errors import CheckpointError
 from cluster.model_folder import read_model_file
-from router.api.chat import ChatTemplate, Prompt
+from router.api.chat import Prompt
+from router.api.chat_template import ChatTemplate
 from router.api.served_model import read_json
 from router.stream.detokenizer import CONTEXT_TOKENS, ByteDetokenizer, Detokenizer, WindowDetokenizer
 
@@ -57,14 +58,15 @@ class Tokenizer:
         """Whole characters by token, as `ByteDetokenizer` has them."""
 
     @classmethod
-    def from_folder(cls, folder: Path) -> Tokenizer:
+    def from_folder(cls, folder: Path, chat_template: str | None = None) -> Tokenizer:
+        """`chat_template`: a file in place of the model's own templates. Raises CheckpointError."""
         path = folder / "tokenizer.json"
         try:
             definition = read_model_file(path)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read ({error.strerror}); the router needs it") from error
         config = read_json(folder / "tokenizer_config.json", required=False)
-        return cls(definition, ChatTemplate.from_folder(folder, config))
+        return cls(definition, ChatTemplate.from_folder(folder, config, Path(chat_template) if chat_template else None))
 
     @property
     def definition(self) -> str:

@@ -18,7 +18,7 @@ from cluster.pb import generation_pb2 as pb
 from cluster.pb import worker_pb2
 from cluster.settings import RouterSettings
 from router.api.call import ANYONE, Principal
-from router.api.chat import ChatTemplate
+from router.api.chat_template import ChatTemplate
 from router.api.served_model import ServedModel
 from router.api.tokenizer import Tokenizer
 from router.api.validate import validate

@@ -123,9 +123,10 @@ class Subject:
             return ProgramRun("worker.examine", request={"workers": []}, limit_s=limit_s), None
         present = [role for role in ROLES if config.role(role).num_workers]
         workers = [plan_worker(config, role).ranks[0].as_dict() for role in present]
+        files = [config.model.path, *filter(None, [config.model.chat_template])]
         return (
             ProgramRun("worker.examine", request={"workers": workers}, limit_s=limit_s),
-            ProgramRun("router.examine", [config.model.path], limit_s=limit_s),
+            ProgramRun("router.examine", files, limit_s=limit_s),
         )
 
     def _close_programs(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,31 @@ def test_files_are_found_beside_the_configuration(folder: Path) -> None:
     for process in (router, rank):
         files = process.internal_tls
         assert (files.cert, files.key, files.ca) == (here["c"], here["k"], here["ca"])
+
+
+def test_a_chat_template_goes_to_routers_alone(folder: Path) -> None:
+    (folder / "own.jinja").write_text("")
+    text = "metadata:\n  serving:\n    model: {path: m, tool_format: hermes, chat_template: %s}\n"
+    config = parse_config(text % "own.jinja", str(folder / "cluster.yaml"))
+    plan = plan_cluster(config, num_gpus=0, num_cores=1)
+    assert plan.router.model == config.model and config.model.chat_template == str(folder / "own.jinja")
+    assert plan.workers[0].ranks[0].model == replace(config.model, tool_format="auto", chat_template=None)
+    with pytest.raises(ConfigError, match=r"no such file: .*owm.jinja; did you mean .own.jinja."):
+        parse_config(text % "owm.jinja", str(folder / "cluster.yaml"))
+
+
+def test_a_chat_template_given_from_outside_wins_and_another_model_has_its_own(folder: Path) -> None:
+    (folder / "own.jinja").write_text("")
+    text, name = (
+        "metadata:\n  serving:\n    model: {path: m, chat_template: m/config.json}\n",
+        str(folder / "cluster.yaml"),
+    )
+    model, template = str(folder / "m"), str(folder / "own.jinja")
+    assert parse_config(text, name, chat_template=template).model.chat_template == template
+    assert parse_config(text, name, model_path=model).model.chat_template is None
+    assert parse_config(text, name, model_path=model, chat_template=template).model.chat_template == template
+    with pytest.raises(ConfigError, match=r"^--chat-template: no such file: .*nope; name a Jinja file"):
+        parse_config(text, name, chat_template=str(folder / "nope"))
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from cluster.config.load import parse_config
 from cluster.errors import CheckpointError, ConfigError
-from cluster.gguf.header import TENSOR_TYPES, read_header
-from cluster.gguf.tokenizer import tokenizer_definition
+from cluster.gguf.header import TENSOR_TYPES, GgufHeader, read_header
+from cluster.gguf.tokenizer import tokenizer_config, tokenizer_definition
 from cluster.model_folder import has_model_file, model_name, read_model_file, weight_files
 
 TEXTS = ("", "to be, or not to be", "  two  spaces\n\nlines\tand 12345 tabs", "naïve Ω 日本 🙂", "it's I'LL don't")
@@ -308,3 +308,9 @@ def test_scores_that_are_words_are_refused_by_their_key(folder: Path, tmp_path: 
     metadata.pop("tokenizer.huggingface.json")
     with pytest.raises(CheckpointError, match=r"tokenizer.ggml.scores must be numbers \(are 'x' and others\)"):
         tokenizer_definition(replace(header, metadata=metadata))
+
+
+def test_a_file_may_hold_several_chat_templates() -> None:
+    named = {"tokenizer.chat_templates": ("tool_use",), "tokenizer.chat_template.tool_use": "with tools"}
+    header = GgufHeader(Path("m.gguf"), {"tokenizer.chat_template": "plain", **named}, {}, 0)
+    assert tokenizer_config(header)["chat_template"] == {"default": "plain", "tool_use": "with tools"}

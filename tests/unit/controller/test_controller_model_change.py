@@ -49,6 +49,11 @@ def test_another_revision_of_the_same_model_is_not_refused(revisions: tuple[Path
     refuse_other_model(model_of(old), replace(model_of(old), dtype="float32", quantization="int8"))
 
 
+def add_named_template(folder: Path) -> None:
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("x")
+
+
 def drop_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
@@ -62,6 +67,7 @@ def drop_weights(folder: Path) -> None:
         (lambda f: edit(f / "tokenizer.json", model={}), "has another tokenizer.json than .*, which routers have read"),
         (lambda f: (f / "tokenizer_config.json").unlink(), "another tokenizer_config.json than"),
         (lambda f: (f / "chat_template.jinja").write_text("x"), "another chat_template.jinja than"),
+        (add_named_template, "another additional_chat_templates/tool_use.jinja than"),
         (drop_weights, "has no \\*.safetensors"),
         (lambda f: (f / "config.json").write_text("{"), "cannot be compared"),
     ],

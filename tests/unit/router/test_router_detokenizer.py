@@ -11,7 +11,7 @@ from router_harness import TOKENIZER, VOCAB_SIZE
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Library
 
-from router.api.chat import ChatTemplate
+from router.api.chat_template import ChatTemplate
 from router.api.tokenizer import Tokenizer
 from router.stream.detokenizer import ByteDetokenizer, Detokenizer
 

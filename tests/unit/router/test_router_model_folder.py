@@ -10,9 +10,12 @@ import pytest
 from router_harness import EOS, MAX_MODEL_LEN, ids, make_model_folder
 
 from cluster.errors import CheckpointError, ConfigError, FailedPrecondition, InvalidRequest
-from router.api.chat import Chat, ChatTemplate
+from router.api.chat import Chat
+from router.api.chat_forms import ChatForms
+from router.api.chat_template import ChatTemplate
 from router.api.served_model import ServedModel
 from router.api.tokenizer import Tokenizer
+from router.examine import examine
 
 USER = [{"role": "user", "content": "hi"}]
 
@@ -105,6 +108,77 @@ def test_a_template_file_wins_over_the_tokenizers_config(tmp_path: Path) -> None
     assert chosen.render(Chat(USER, [], {})) == "from the file"
 
 
+TWO = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | length }} tools"}]
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config.json": json.dumps({"chat_template": TWO})},
+        {"chat_template.json": json.dumps({"chat_template": {each["name"]: each["template"] for each in TWO}})},
+        {
+            "chat_template.jinja": "plain",
+            "additional_chat_templates/tool_use.jinja": TWO[1]["template"],
+            "additional_chat_templates/rag.jinja": "<tool_call> of nobody",
+            "chat_template.json": '{"chat_template": "not read"}',
+        },
+    ],
+)
+def test_of_several_templates_tools_choose_their_own(tmp_path: Path, files: dict[str, str]) -> None:
+    make_model_folder(tmp_path)
+    (tmp_path / "additional_chat_templates").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    chosen = Tokenizer.from_folder(tmp_path).chat_template
+    assert chosen.render(Chat(USER, [{"name": "f"}], {})) == "1 tools"
+    assert chosen.render(Chat(USER, [], {})) == "plain"
+    assert "<tool_call>" not in chosen.source
+
+
+def test_a_template_for_tools_alone_asks_for_them() -> None:
+    chosen = ChatTemplate({"tool_use": "{{ tools | length }} tools"}, {})
+    assert chosen.render(Chat(USER, [{"name": "f"}], {})) == "1 tools"
+    with pytest.raises(InvalidRequest, match="only chat template is tool_use: give tools"):
+        chosen.render(Chat(USER, [], {}))
+
+
+def test_a_file_that_is_named_replaces_all_templates_and_tells_the_format(tmp_path: Path) -> None:
+    folder, file = make_model_folder(tmp_path / "tiny"), tmp_path / "own.jinja"
+    (folder / "chat_template.jinja").write_text("the model's {{ tools }}<|tool_call_begin|>")
+    file.write_text("{{ bos_token }}own <seed:tool_call><function= {{ tools }}<seed:think>")
+    forms = ChatForms(Tokenizer.from_folder(folder, str(file)))
+    assert forms.tool_format is not None and forms.tool_format.name == "seed_oss"
+    assert forms.thinking is not None and forms.thinking.name == "seed"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{% for m in messages %}\n{{ m.content }\n{% endfor %}", ", line 2: unexpected '}': {{ m.content }"),
+        ("a\n{{ messages | tojsn }}", ", line 2: No filter named 'tojsn'.: {{ messages | tojsn }}"),
+        ("{% if x %}", ", line 1: Unexpected end of template"),
+        ("{{" + "(" * 9999, ": it nests too deep"),
+    ],
+)
+def test_a_template_that_does_not_compile_is_refused_with_its_line(tmp_path: Path, text: str, says: str) -> None:
+    folder, file = make_model_folder(tmp_path / "tiny"), tmp_path / "own.jinja"
+    file.write_text(text)
+    told = examine(folder, str(file))["refused"]
+    assert told.startswith(f"{file}: the chat template does not compile{says}")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": [TWO[0], {**TWO[1], "template": text}]}))
+    assert "tokenizer_config.json, template tool_use: the chat template does not compile" in examine(folder)["refused"]
+
+
+@pytest.mark.parametrize("given", [7, [1], [{"name": "default"}], {"default": None}])
+def test_a_template_that_is_no_text_is_refused(tmp_path: Path, given: object) -> None:
+    (make_model_folder(tmp_path) / "tokenizer_config.json").write_text(json.dumps({"chat_template": given}))
+    with pytest.raises(CheckpointError, match=r"tokenizer_config.json: chat_template must be a text, or a list of"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "own.jinja").write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match=r"own.jinja: is not UTF-8 text \(byte 0\)"):
+        Tokenizer.from_folder(tmp_path, str(tmp_path / "own.jinja"))
+
+
 def test_a_template_sees_what_hugging_face_gives_it() -> None:
     source = (
         "{{ bos_token }}{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
@@ -114,12 +188,6 @@ def test_a_template_sees_what_hugging_face_gives_it() -> None:
     rendered = template(source, bos_token="<s>").render(Chat([*USER, *USER], [], {"style": "é"}))
     assert rendered == '<s>{"role": "user", "content": "hi"}None>é'
     assert template(source).render(Chat(USER, [], {"add_generation_prompt": False})).endswith("None")
-
-
-def test_tools_choose_their_own_template() -> None:
-    chosen = ChatTemplate({"default": "plain", "tool_use": "{{ tools | length }} tools"}, {})
-    assert chosen.render(Chat(USER, [{"name": "f"}], {})) == "1 tools"
-    assert chosen.render(Chat(USER, [], {})) == "plain"
 
 
 def test_a_special_token_may_be_written_as_an_object(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from router_harness import EOS, MAX_MODEL_LEN, TOKENIZER, VOCAB_SIZE, ids, kinds
 from cluster.pb import generation_pb2 as pb
 from cluster.pb import worker_pb2
 from router.api.call import Call
-from router.api.chat import ChatTemplate
+from router.api.chat_template import ChatTemplate
 from router.api.served_model import ServedModel
 from router.api.service import GenerationService
 from router.api.tokenizer import Tokenizer

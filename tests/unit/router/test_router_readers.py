@@ -8,7 +8,7 @@ from router_harness import EOS, MAX_MODEL_LEN, TOKENIZER, VOCAB_SIZE, ids
 from wired_router import ManualClock, run
 
 from cluster.pb import generation_pb2 as pb
-from router.api.chat import ChatTemplate
+from router.api.chat_template import ChatTemplate
 from router.api.served_model import ServedModel
 from router.api.tokenizer import Tokenizer
 from router.api.validate import validate

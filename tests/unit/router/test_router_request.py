@@ -15,7 +15,7 @@ from cluster.errors import Unavailable
 from cluster.lifecycle import RequestState
 from cluster.pb import generation_pb2 as pb
 from cluster.pb import worker_pb2
-from router.api.chat import ChatTemplate
+from router.api.chat_template import ChatTemplate
 from router.api.served_model import ServedModel
 from router.api.tokenizer import Tokenizer
 from router.api.validate import validate

@@ -11,7 +11,7 @@ from router_harness import EOS, MAX_MODEL_LEN, TOKENIZER, VOCAB_SIZE, ids
 from cluster.pb import generation_pb2 as pb
 from cluster.pb import worker_pb2
 from router.api.call import ValidatedRequest
-from router.api.chat import ChatTemplate
+from router.api.chat_template import ChatTemplate
 from router.api.served_model import ServedModel
 from router.api.tokenizer import Tokenizer
 from router.api.validate import validate

@@ -18,7 +18,7 @@ from cluster.pb.journal_pb2 import JournalEntry
 from cluster.protocol import spoken
 from cluster.state import Claim, MemoryStore, Outcome, StoreAway, Write
 from router.api.call import ANYONE, Principal
-from router.api.chat import ChatTemplate
+from router.api.chat_template import ChatTemplate
 from router.api.served_model import ServedModel
 from router.api.tokenizer import Tokenizer
 from router.api.validate import validate
