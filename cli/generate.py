@@ -74,6 +74,9 @@ def generate(
     ],
     n: Annotated[int, typer.Option("--n", "-n", min=1, help="Sequences to generate.")] = 1,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
+    suffix: Annotated[
+        str, typer.Option(help="Text behind what is generated, for models that fill in the middle.")
+    ] = "",
     as_json: AsJson = False,
     timing: Annotated[bool, typer.Option("--timing", help="Print where the time went, on stderr.")] = False,
 ) -> None:
@@ -82,7 +85,7 @@ def generate(
         from tools.generation_stream import Transcript
 
         text, with_timing = _read_prompt(prompt), timing or as_json
-        spec = sampling.spec(text, n=n, stop=stop or (), token_ids=as_json, include_timing=with_timing)
+        spec = sampling.spec(text, n=n, stop=stop or (), token_ids=as_json, include_timing=with_timing, suffix=suffix)
         transcript = Transcript()
         with sampling.stream(client, spec) as stream:
             collect(stream, transcript, None if as_json else sys.stdout)

@@ -198,6 +198,7 @@ class SimulatedTokenizer:
 
     definition = ""
     chat_template = ChatTemplate({}, {})
+    infill = None
 
     def new_detokenizer(self, prompt_token_ids: object, kept: object) -> DigitText:
         return DigitText()

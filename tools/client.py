@@ -50,9 +50,11 @@ def make_spec(
     include_timing: bool = False,
     request_id: str = "",
     tools: Sequence[Message] = (),
+    suffix: str = "",
 ) -> pb.GenerationSpec:
     """None leaves a field to the server. `tools`: functions that an answer to messages may call, as OpenAI's API has
-    them. Raises InvalidRequest for a value that no message can carry."""
+    them. `suffix`: text behind what is generated, for models that fill in the middle. Raises InvalidRequest for a value
+    that no message can carry."""
     try:
         spec = pb.GenerationSpec(
             model=model,
@@ -65,6 +67,7 @@ def make_spec(
                 include_timing=include_timing,
             ),
             request_id=request_id,
+            suffix=suffix,
         )
         if tools:
             spec.chat.json = json.dumps({"messages": prompt, "tools": list(tools)})

@@ -74,7 +74,7 @@ class ReasoningOptions(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., effort: _Optional[str] = ...) -> None: ...
 
 class GenerationSpec(_message.Message):
-    __slots__ = ("model", "text", "token_ids", "chat", "sampling", "stopping", "output", "cache", "scheduling", "request_id", "resume", "reasoning", "extensions")
+    __slots__ = ("model", "text", "token_ids", "chat", "sampling", "stopping", "output", "cache", "scheduling", "request_id", "resume", "reasoning", "suffix", "extensions")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -87,6 +87,7 @@ class GenerationSpec(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     REASONING_FIELD_NUMBER: _ClassVar[int]
+    SUFFIX_FIELD_NUMBER: _ClassVar[int]
     EXTENSIONS_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
@@ -100,8 +101,9 @@ class GenerationSpec(_message.Message):
     request_id: str
     resume: ResumeFrom
     reasoning: ReasoningOptions
+    suffix: str
     extensions: _struct_pb2.Struct
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[StoppingCriteria, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., cache: _Optional[_Union[CacheOptions, _Mapping]] = ..., scheduling: _Optional[_Union[SchedulingOptions, _Mapping]] = ..., request_id: _Optional[str] = ..., resume: _Optional[_Union[ResumeFrom, _Mapping]] = ..., reasoning: _Optional[_Union[ReasoningOptions, _Mapping]] = ..., extensions: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[StoppingCriteria, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., cache: _Optional[_Union[CacheOptions, _Mapping]] = ..., scheduling: _Optional[_Union[SchedulingOptions, _Mapping]] = ..., request_id: _Optional[str] = ..., resume: _Optional[_Union[ResumeFrom, _Mapping]] = ..., reasoning: _Optional[_Union[ReasoningOptions, _Mapping]] = ..., suffix: _Optional[str] = ..., extensions: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...
 
 class ResumeFrom(_message.Message):
     __slots__ = ("generation_id", "next_token_index", "next_token_indexes")
@@ -355,20 +357,22 @@ class GenerateRequest(_message.Message):
     def __init__(self, spec: _Optional[_Union[GenerationSpec, _Mapping]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("generation_id", "model", "outputs", "ends", "usage", "timing")
+    __slots__ = ("generation_id", "model", "outputs", "ends", "usage", "timing", "prompt_logprobs")
     GENERATION_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     ENDS_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     TIMING_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     generation_id: str
     model: str
     outputs: _containers.RepeatedCompositeFieldContainer[SequenceDelta]
     ends: _containers.RepeatedCompositeFieldContainer[SequenceEnd]
     usage: Usage
     timing: Timing
-    def __init__(self, generation_id: _Optional[str] = ..., model: _Optional[str] = ..., outputs: _Optional[_Iterable[_Union[SequenceDelta, _Mapping]]] = ..., ends: _Optional[_Iterable[_Union[SequenceEnd, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
+    def __init__(self, generation_id: _Optional[str] = ..., model: _Optional[str] = ..., outputs: _Optional[_Iterable[_Union[SequenceDelta, _Mapping]]] = ..., ends: _Optional[_Iterable[_Union[SequenceEnd, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class GenerateStreamRequest(_message.Message):
     __slots__ = ("spec",)

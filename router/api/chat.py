@@ -15,6 +15,7 @@ from google.protobuf import struct_pb2
 
 from cluster.pb import generation_pb2
 from router.api.call import MOST_MESSAGES, MOST_TOOLS, Effort
+from router.api.infill import Infill
 from router.api.violations import Violations, shortened
 
 _RESERVED = frozenset({"messages", "tools", "bos_token", "eos_token"})
@@ -35,7 +36,7 @@ class Chat:
     reasoning: generation_pb2.ReasoningOptions = field(default_factory=generation_pb2.ReasoningOptions)
 
 
-Prompt = str | Chat
+Prompt = str | Chat | Infill
 
 
 def read_chat(

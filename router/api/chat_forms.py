@@ -28,12 +28,13 @@ class ChatForms:
 
     @property
     def capabilities(self) -> list[str]:
-        """What the model can do with a chat, as `Model.capabilities` names it."""
+        """What the model can do with a chat, and with a text and its suffix, as `Model.capabilities` names it."""
         is_chat = self._tokenizer.chat_template.is_present
         can = {
             "chat": is_chat,
             "tools": is_chat and self.tool_format is not None,
             "reasoning": self.thinking is not None,
+            "fill_in_middle": self._tokenizer.infill is not None,
         }
         return [name for name, is_there in can.items() if is_there]
 

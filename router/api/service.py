@@ -326,6 +326,7 @@ class GenerationService:
             self._model,
             lambda prompt: self._tokenizer.encode_prompt(prompt).token_ids,
             self.forms.form_of,
+            infill=self._tokenizer.infill,
             is_streaming=is_streaming,
         )
 

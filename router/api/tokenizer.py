@@ -21,10 +21,13 @@ from cluster.errors import CheckpointError
 from cluster.model_folder import read_model_file
 from router.api.chat import Prompt
 from router.api.chat_template import ChatTemplate
+from router.api.infill import Infill, infill_of
 from router.api.served_model import read_json
 from router.stream.detokenizer import CONTEXT_TOKENS, ByteDetokenizer, Detokenizer, WindowDetokenizer
 
 _TAIL_TOKENS = 16
+_BEFORE = "☺"
+"""Stands before a text that is to be encoded as if another text came before it."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,10 @@ class Tokenizer:
         self.special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
         """Special tokens by their text, which no other token has a part of."""
         self._special_ids = frozenset(self.special_ids.values())
+        self.infill = infill_of(self._tokenizer.token_to_id)
+        """How a text between two is asked for; None: the tokenizer has no marks for that."""
+        is_asked = self.infill is not None
+        self._adds_space = is_asked and any("▁" in piece for piece in self._tokenizer.encode(_BEFORE).tokens)
         self._bytes_of: dict[int, bytes] = {}
         self._whole: dict[int, str] = {}
         """Whole characters by token, as `ByteDetokenizer` has them."""
@@ -83,12 +90,25 @@ class Tokenizer:
         return Encoded(tuple(encoding.ids), tuple(encoding.offsets))
 
     def encode_prompt(self, prompt: Prompt, *, add_special_tokens: bool = True) -> Encoded:
-        """Encodes a text, or renders a chat and encodes that; the template writes the special tokens itself. Raises the
-        errors of `ChatTemplate.render`."""
+        """Encodes a text, or renders a chat and encodes that; the template writes the special tokens itself. Of a text
+        to be filled in between two, no token has offsets. Raises the errors of `ChatTemplate.render`."""
         if isinstance(prompt, str):
             return self.encode(prompt, add_special_tokens=add_special_tokens)
+        if isinstance(prompt, Infill):
+            assert self.infill is not None, "validate has refused it"
+            begin = self.encode("", add_special_tokens=add_special_tokens).token_ids
+            before = self.encode(prompt.prefix, add_special_tokens=False).token_ids
+            return Encoded((*begin, *self.infill.arrange(before, self._encode_behind(prompt.suffix))), ())
         text = self.chat_template.render(prompt)
         return self.encode(text, add_special_tokens=False)
+
+    def _encode_behind(self, text: str) -> tuple[int, ...]:
+        """Encodes a text without the space that SentencePiece puts before the first word of one."""
+        if not self._adds_space:
+            return self.encode(text, add_special_tokens=False).token_ids
+        found = self.encode(_BEFORE + text, add_special_tokens=False)
+        pairs = zip(found.token_ids, found.offsets, strict=True)
+        return tuple(token_id for token_id, (start, _) in pairs if start >= len(_BEFORE))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the ids without special tokens."""

@@ -6,7 +6,7 @@ encoding, a trial of grammars and a fresh seed are passed in; it may run in any 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,6 +15,7 @@ from cluster.pb import generation_pb2, worker_pb2
 from router.api.call import LONGEST_NAME, MOST_PRIORITY, ValidatedRequest
 from router.api.chat import EFFORTS, Chat, Prompt, read_chat
 from router.api.grammar import LONGEST_PROBLEM, TryGrammar, WrongTool, read_constraint
+from router.api.infill import Infill, InfillTokens
 from router.api.sampling import resolve_sampling
 from router.api.served_model import ServedModel
 from router.api.violations import Violations, invalid, shortened
@@ -46,6 +47,8 @@ class ReadPrompt:
     form: OutputForm | None
     wrong: Violations
     too_long: Violations
+    end_ids: tuple[int, ...] = ()
+    """Tokens that end an output beside the model's own: those of a text that is filled in."""
 
 
 def read_prompt(
@@ -54,15 +57,17 @@ def read_prompt(
     encode: Encode,
     form_of: FormOf = lambda chat, token_ids: None,
     *,
+    infill: InfillTokens | None = None,
     is_streaming: bool = True,
 ) -> ReadPrompt:
-    """The first part of `validate`. Raises NotFound (model) or NotServed, and what `encode` raises."""
+    """The first part of `validate`. `infill`: how `encode` writes a text between two; None: it cannot. Raises NotFound
+    (model) or NotServed, and what `encode` raises."""
     model.check_name("spec.model", spec.model)
-    _refuse_not_served(spec, is_streaming)
+    _refuse_not_served(spec, infill, is_streaming)
     wrong = Violations("spec.")
     too_long = Violations("spec.")
     token_ids, form = _prompt(spec, model, encode, form_of, wrong, too_long)
-    return ReadPrompt(token_ids, form, wrong, too_long)
+    return ReadPrompt(token_ids, form, wrong, too_long, infill.end_ids if infill is not None and spec.suffix else ())
 
 
 def validate(
@@ -94,7 +99,7 @@ def validate(
         fresh_seed=fresh_seed,
     )
     sampling = worker_pb2.Sampling(params=params)
-    _stopping(spec.stopping, model, len(token_ids), sampling, wrong, too_long)
+    _stopping(spec.stopping, (*model.eos_token_ids, *prompt.end_ids), model, len(token_ids), sampling, wrong, too_long)
     _constrain(spec, model, try_grammar, sampling, wrong)
     if form is not None:
         _constrain_form(spec, form, model, try_form, sampling, wrong)
@@ -136,7 +141,7 @@ def salt_of(tenant: str, client_salt: str) -> bytes:
     return b"\0" + tenant.encode("utf-8") + b"\0" + own if tenant else own
 
 
-def _refuse_not_served(spec: generation_pb2.GenerationSpec, is_streaming: bool) -> None:
+def _refuse_not_served(spec: generation_pb2.GenerationSpec, infill: InfillTokens | None, is_streaming: bool) -> None:
     given = {
         "sampling.bad_words": bool(spec.sampling.bad_words),
         "extensions": spec.HasField("extensions"),
@@ -146,6 +151,9 @@ def _refuse_not_served(spec: generation_pb2.GenerationSpec, is_streaming: bool) 
     if spec.output.HasField("prompt_logprobs") and not is_streaming:
         why = "is not served by Generate, whose answer has no field for it; use GenerateStream"
         violations.append(FieldViolation("spec.output.prompt_logprobs", why))
+    if spec.suffix and infill is None:
+        why = "is not served: this model's tokenizer has no tokens for filling in the middle; leave it out"
+        violations.append(FieldViolation("spec.suffix", why))
     if violations:
         raise NotServed("; ".join(f"{v.field} {v.description}" for v in violations), violations=tuple(violations))
 
@@ -164,7 +172,9 @@ def _prompt(
         wrong.add("prompt", "exactly one of text, token_ids or chat must be set (none is)")
         return (), None
     num_wrong = len(wrong.found)
-    prompt: Prompt = spec.text
+    prompt: Prompt = Infill(spec.text, spec.suffix) if spec.suffix else spec.text
+    if spec.suffix and kind != "text":
+        wrong.add("suffix", "goes with a text alone, not with token ids or a chat")
     if kind == "chat":
         prompt = read_chat(spec.chat, wrong, "chat", spec.reasoning)
     elif kind == "token_ids" and len(spec.token_ids.ids) < model.max_model_len:
@@ -188,13 +198,14 @@ def _prompt(
 
 def _stopping(
     criteria: generation_pb2.StoppingCriteria,
+    end_ids: Sequence[int],
     model: ServedModel,
     num_prompt_tokens: int,
     sampling: worker_pb2.Sampling,
     wrong: Violations,
     too_long: Violations,
 ) -> None:
-    """Fills in what ends a sequence; without `max_output_tokens`, the end of the context."""
+    """Fills in what ends a sequence, by itself `end_ids`; without `max_output_tokens`, the end of the context."""
     room = model.max_model_len - num_prompt_tokens
     if criteria.HasField("max_output_tokens"):
         most = criteria.max_output_tokens
@@ -213,7 +224,7 @@ def _stopping(
     _stops(criteria, model, wrong)
     resolved = sampling.stopping
     resolved.max_output_tokens, resolved.min_output_tokens = most, criteria.min_output_tokens
-    eos = () if criteria.ignore_eos else model.eos_token_ids
+    eos = () if criteria.ignore_eos else end_ids
     resolved.stop_token_ids.extend(sorted({*eos, *criteria.stop_token_ids[:MOST_STOP_TOKENS]}))
 
 

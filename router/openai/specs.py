@@ -52,7 +52,6 @@ def completion_specs(body: CompletionBody, request_id: str) -> list[pb.Generatio
             bool(body.echo) and body.logprobs is not None,
             "the prompt's logprobs are not told; leave out one of them",
         ),
-        suffix=(bool(body.suffix), "models that fill in the middle are not served; leave it out"),
         best_of=(
             body.best_of is not None and body.best_of != (1 if body.n is None else body.n),
             "must be equal to n: all sequences are returned",
@@ -63,6 +62,7 @@ def completion_specs(body: CompletionBody, request_id: str) -> list[pb.Generatio
     if not prompts:
         wrong.add("prompt", "must hold at least one token (it is empty)")
     spec = _common(body, request_id, wrong, max_tokens=("max_tokens", body.max_tokens))
+    spec.suffix = body.suffix or ""
     if body.logprobs is not None:
         set_whole(spec.output, "top_logprobs", "logprobs", body.logprobs, UINT32, wrong)
     for number, prompt in enumerate(prompts):
