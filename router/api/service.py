@@ -111,6 +111,7 @@ class GenerationService:
             ends=[event.sequence_end for event in events if event.HasField("sequence_end")],
             usage=live.usage,
             timing=reader.timing(),
+            prompt_logprobs=next((event.started.prompt_logprobs for event in events if event.HasField("started")), ()),
         )
 
     async def _run_whole(
@@ -228,7 +229,7 @@ class GenerationService:
         )
         self._dispatcher.refuse_early(least)
         spec, is_long = request.spec, request.ByteSize() > INLINE_BYTES
-        prompt = await run_aside(is_long, lambda: self._read_prompt(spec, is_streaming), self._executor)
+        prompt = await run_aside(is_long, lambda: self._read_prompt(spec), self._executor)
         try_grammar, try_form = await self._try_grammars(spec.sampling, prompt.form, principal)
         valid = await run_aside(
             is_long,
@@ -269,7 +270,7 @@ class GenerationService:
         origin = record.origin
         valid = self._validate(
             origin.spec,
-            self._read_prompt(origin.spec, True),
+            self._read_prompt(origin.spec),
             True,
             principal.tenant,
             lambda kind, text: origin.sampling.grammar,
@@ -320,14 +321,13 @@ class GenerationService:
             self._dispatcher.counters.refused["quota_grammars"] += 1
             raise
 
-    def _read_prompt(self, spec: pb.GenerationSpec, is_streaming: bool) -> ReadPrompt:
+    def _read_prompt(self, spec: pb.GenerationSpec) -> ReadPrompt:
         return read_prompt(
             spec,
             self._model,
             lambda prompt: self._tokenizer.encode_prompt(prompt).token_ids,
             self.forms.form_of,
             infill=self._tokenizer.infill,
-            is_streaming=is_streaming,
         )
 
     def _validate(

@@ -58,12 +58,11 @@ def read_prompt(
     form_of: FormOf = lambda chat, token_ids: None,
     *,
     infill: InfillTokens | None = None,
-    is_streaming: bool = True,
 ) -> ReadPrompt:
     """The first part of `validate`. `infill`: how `encode` writes a text between two; None: it cannot. Raises NotFound
     (model) or NotServed, and what `encode` raises."""
     model.check_name("spec.model", spec.model)
-    _refuse_not_served(spec, infill, is_streaming)
+    _refuse_not_served(spec, infill)
     wrong = Violations("spec.")
     too_long = Violations("spec.")
     token_ids, form = _prompt(spec, model, encode, form_of, wrong, too_long)
@@ -88,7 +87,7 @@ def validate(
     is encoded.
     """
     if not isinstance(prompt, ReadPrompt):
-        prompt = read_prompt(spec, model, prompt, is_streaming=is_streaming)
+        prompt = read_prompt(spec, model, prompt)
     token_ids, form, wrong, too_long = prompt.token_ids, prompt.form, prompt.wrong, prompt.too_long
     params = resolve_sampling(
         spec.sampling,
@@ -141,16 +140,13 @@ def salt_of(tenant: str, client_salt: str) -> bytes:
     return b"\0" + tenant.encode("utf-8") + b"\0" + own if tenant else own
 
 
-def _refuse_not_served(spec: generation_pb2.GenerationSpec, infill: InfillTokens | None, is_streaming: bool) -> None:
+def _refuse_not_served(spec: generation_pb2.GenerationSpec, infill: InfillTokens | None) -> None:
     given = {
         "sampling.bad_words": bool(spec.sampling.bad_words),
         "extensions": spec.HasField("extensions"),
     }
     not_yet = "is not served yet; leave it unset"
     violations = [FieldViolation(f"spec.{field}", not_yet) for field, is_given in given.items() if is_given]
-    if spec.output.HasField("prompt_logprobs") and not is_streaming:
-        why = "is not served by Generate, whose answer has no field for it; use GenerateStream"
-        violations.append(FieldViolation("spec.output.prompt_logprobs", why))
     if spec.suffix and infill is None:
         why = "is not served: this model's tokenizer has no tokens for filling in the middle; leave it out"
         violations.append(FieldViolation("spec.suffix", why))

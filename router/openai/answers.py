@@ -77,9 +77,23 @@ class ChatLogprobs(TypedDict):
 
 class TextLogprobs(TypedDict):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    """Null for the first token of a prompt that is echoed."""
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[Count]
+
+
+class PromptToken(TypedDict):
+    """As vLLM has it."""
+
+    logprob: float
+    rank: Count
+    """1: the likeliest."""
+    decoded_token: str
+
+
+PromptLogprobsAnswer = list[dict[str, PromptToken] | None]
+"""For each token of a prompt: itself and the likeliest ones by their ids; null for the first."""
 
 
 class Ending(TypedDict):
@@ -92,6 +106,7 @@ class TextChoice(Ending):
     index: Count
     text: str
     logprobs: TextLogprobs | None
+    prompt_logprobs: NotRequired[PromptLogprobsAnswer]
 
 
 class CalledFunction(TypedDict):
@@ -142,6 +157,7 @@ class ChatCompletion(AnswerHead):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: TokenUsage
+    prompt_logprobs: NotRequired[PromptLogprobsAnswer]
     timing: NotRequired[TimingAnswer]
 
 

@@ -35,7 +35,6 @@ from router.openai.answers import (
     VersionAnswer,
 )
 from router.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from router.openai.completions import TokenBytes
 from router.openai.generating import (
     BodyKind,
     CompletionCall,
@@ -59,6 +58,7 @@ from router.openai.http import (
     parse,
     routes_of,
 )
+from router.openai.logprobs import TokenBytes
 from router.openai.schema import openapi
 
 STATUS = admin_pb2.DESCRIPTOR.services_by_name["StatusService"].full_name

@@ -215,6 +215,8 @@ class _Sampling(Body):
     """Higher ones run first, as in `spec.scheduling.priority`."""
     session_id: str | None = None
     structured_outputs: StructuredOutputs | None = None
+    prompt_logprobs: int | None = None
+    """Alternatives beside each token of the prompt, as vLLM's clients write it."""
     timing: bool = False
     """Why the request ran where it did, and how long its phases took."""
 

@@ -13,20 +13,17 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 from cluster.errors import FieldViolation
 from cluster.pb import generation_pb2 as pb
 from router.api.violations import invalid
 from router.openai.answers import (
-    AnsweredToken,
     ChatDelta,
     ChatLogprobs,
     ChatMessage,
-    ChatToken,
     Ending,
     FinishReason,
     FunctionDelta,
@@ -36,6 +33,7 @@ from router.openai.answers import (
     ToolCallPiece,
 )
 from router.openai.bodies import ChatBody, CompletionBody
+from router.openai.logprobs import TokenBytes, chat_logprobs, prompt_logprobs, text_logprobs, text_of
 
 _FINISH_REASONS: dict[int, FinishReason] = {
     pb.FINISH_REASON_STOP: "stop",
@@ -46,9 +44,6 @@ _FINISH_REASONS: dict[int, FinishReason] = {
 
 GENERATION_ID = "gen-"
 """What the id of a generation begins with; that of an answer begins as clients expect."""
-
-TokenBytes = Callable[[int], bytes]
-"""Returns the bytes of a token's text."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +56,7 @@ class Form:
     n: int
     """Sequences of each prompt."""
     wants_logprobs: bool
+    wants_prompt_logprobs: bool
     includes_usage: bool
     wants_timing: bool
     echoes: tuple[str, ...]
@@ -76,12 +72,13 @@ class Form:
             raise invalid((FieldViolation("stream_options", "needs stream: true"),))
         echoes: tuple[str, ...] = ()
         if isinstance(body, CompletionBody) and body.echo:
-            echoes = tuple(each if isinstance(each, str) else _text_of(each, token_bytes) for each in body.prompts)
+            echoes = tuple(each if isinstance(each, str) else text_of(token_bytes, each) for each in body.prompts)
         return cls(
             is_chat=isinstance(body, ChatBody),
             created=int(time.time()),
             n=1 if body.n is None else body.n,
             wants_logprobs=bool(body.logprobs) if isinstance(body, ChatBody) else body.logprobs is not None,
+            wants_prompt_logprobs=body.prompt_logprobs is not None,
             includes_usage=body.stream_options is not None and body.stream_options.include_usage,
             wants_timing=body.timing,
             echoes=echoes,
@@ -95,6 +92,8 @@ class Form:
         usage = _usage([answer.usage for answer in answers])
         kind = "chat.completion" if self.is_chat else "text_completion"
         answer = {**self.head(answers[0], kind), "choices": choices, "usage": usage}
+        if self.is_chat and self.wants_prompt_logprobs:
+            answer["prompt_logprobs"] = prompt_logprobs(answers[0].prompt_logprobs, self.token_bytes)
         return answer | {"timing": timing_of(answers[0].timing)} if self.wants_timing else answer
 
     def echo(self, prompt: int) -> str:
@@ -112,9 +111,12 @@ class Form:
         for index in range(self.n):
             deltas = [delta for delta in answer.outputs if delta.index == index]
             text = self.echo(prompt) + "".join(delta.text for delta in deltas)
-            logprobs = [entry for delta in deltas for entry in delta.logprobs]
+            echoed = answer.prompt_logprobs if self.echoes else ()
+            logprobs = [*echoed, *(entry for delta in deltas for entry in delta.logprobs)]
             named = self.logprobs(logprobs) if self.wants_logprobs else None
             content: dict[str, Any] = {"message": message_of(text, deltas)} if self.is_chat else {"text": text}
+            if self.wants_prompt_logprobs and not self.is_chat:
+                content["prompt_logprobs"] = prompt_logprobs(answer.prompt_logprobs, self.token_bytes)
             yield {"index": prompt * self.n + index, **content, "logprobs": named, **self.ending(ends[index])}
 
     def ending(self, end: pb.SequenceEnd) -> Ending:
@@ -127,28 +129,8 @@ class Form:
     def logprobs(self, entries: Sequence[pb.TokenLogprob], offset: int = 0) -> ChatLogprobs | TextLogprobs:
         """`offset`: characters of the choice whose logprobs were sent before."""
         if self.is_chat:
-            return {"content": [self._chat_token(entry) for entry in entries], "refusal": None}
-        texts = [self._text(entry.token_id) for entry in entries]
-        offsets = list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else []
-        return {
-            "tokens": texts,
-            "token_logprobs": [entry.logprob for entry in entries],
-            "top_logprobs": [
-                {self._text(entry.token_id): entry.logprob, **{self._text(a.token_id): a.logprob for a in entry.top}}
-                for entry in entries
-            ],
-            "text_offset": offsets,
-        }
-
-    def _chat_token(self, entry: pb.TokenLogprob) -> ChatToken:
-        return {**self._token(entry), "top_logprobs": [self._token(alternative) for alternative in entry.top]}
-
-    def _token(self, token: pb.TokenLogprob | pb.TokenAlternative) -> AnsweredToken:
-        text = self.token_bytes(token.token_id)
-        return {"token": text.decode("utf-8", "replace"), "logprob": token.logprob, "bytes": list(text)}
-
-    def _text(self, token_id: int) -> str:
-        return self.token_bytes(token_id).decode("utf-8", "replace")
+            return chat_logprobs(entries, self.token_bytes)
+        return text_logprobs(entries, self.token_bytes, offset)
 
 
 @dataclass
@@ -240,7 +222,8 @@ class Chunks:
                 for index in range(prompt * n, prompt * n + n):
                     has_begun, self._at(index).has_begun = self._at(index).has_begun, True
                     if not has_begun and (self._form.is_chat or self._form.echoes):
-                        yield self._chunk(self._choice(index, self._form.echo(prompt), is_first=True))
+                        echoed = event.started.prompt_logprobs if self._form.wants_logprobs else ()
+                        yield self._chunk(self._choice(index, self._form.echo(prompt), echoed, is_first=True))
             case "delta":
                 delta = event.delta
                 self._at(prompt * n + delta.index).num_tokens = delta.first_token_index + delta.token_count
@@ -294,10 +277,6 @@ class Chunks:
         if named is not None:
             self._at(index).num_characters += sum(map(len, named["tokens"]))
         return {"index": index, "text": text, "logprobs": named, "finish_reason": None}
-
-
-def _text_of(token_ids: Sequence[int], token_bytes: TokenBytes) -> str:
-    return b"".join(map(token_bytes, token_ids)).decode("utf-8", "replace")
 
 
 def timing_of(timing: pb.Timing) -> TimingAnswer:

@@ -26,9 +26,10 @@ from router.batches.lines import Line, LineResult
 from router.batches.store import Batch
 from router.openai import specs
 from router.openai.bodies import ChatBody, CompletionBody
-from router.openai.completions import ChoicePosition, Chunks, Form, StreamPosition, TokenBytes
+from router.openai.completions import ChoicePosition, Chunks, Form, StreamPosition
 from router.openai.errors import LAST_EVENT, RESUME, RESUME_NAMES, HttpFailure, failure_of
 from router.openai.http import checked, failed, id_headers, log, too_large
+from router.openai.logprobs import TokenBytes
 from router.stream.failures import router_failed
 
 KEEP_ALIVE_S = 15.0

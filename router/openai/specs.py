@@ -48,10 +48,6 @@ _WHOLE_NUMBERS = {
 def completion_specs(body: CompletionBody, request_id: str) -> list[pb.GenerationSpec]:
     """Returns a spec for each prompt."""
     _refuse(
-        echo=(
-            bool(body.echo) and body.logprobs is not None,
-            "the prompt's logprobs are not told; leave out one of them",
-        ),
         best_of=(
             body.best_of is not None and body.best_of != (1 if body.n is None else body.n),
             "must be equal to n: all sequences are returned",
@@ -65,6 +61,10 @@ def completion_specs(body: CompletionBody, request_id: str) -> list[pb.Generatio
     spec.suffix = body.suffix or ""
     if body.logprobs is not None:
         set_whole(spec.output, "top_logprobs", "logprobs", body.logprobs, UINT32, wrong)
+        if body.echo:
+            spec.output.prompt_logprobs = max(spec.output.prompt_logprobs, spec.output.top_logprobs)
+            if spec.suffix:
+                wrong.add("echo", "with logprobs excludes suffix: the model reads the two in another order")
     for number, prompt in enumerate(prompts):
         if not isinstance(prompt, str):
             _check_ids(prompt, f"prompt[{number}]", wrong)
@@ -116,7 +116,9 @@ def choose_tools(wanted: pb.ToolChoice, choice: ToolChoice | None, *, is_paralle
 
 def names_of(fields: Mapping[str, Any]) -> dict[str, str]:
     """Names in a body with these fields that differ from the usual ones, for `errors.failure_of`."""
-    names = {}
+    names = {"top_logprobs": "logprobs"} if "prompt" in fields else {}
+    if fields.get("echo") and fields.get("prompt_logprobs") is None:
+        names["prompt_logprobs"] = "logprobs"
     if fields.get("max_completion_tokens") is not None:
         names["max_output_tokens"] = "max_completion_tokens"
     if fields.get("structured_outputs") is not None:
@@ -187,6 +189,9 @@ def _common(
     if body.structured_outputs is not None:
         _structure(sampling, body.structured_outputs, wrong)
     spec.output.include_timing = body.timing
+    set_whole(spec.output, "prompt_logprobs", "prompt_logprobs", body.prompt_logprobs, UINT32, wrong)
+    if body.stream and body.prompt_logprobs is not None:
+        wrong.add("prompt_logprobs", "is of whole answers, and has no place in a stream; leave out one of them")
     spec.cache.cache_salt, spec.scheduling.session_id = body.cache_salt or "", body.session_id or ""
     set_whole(spec.scheduling, "priority", "priority", body.priority, INT32, wrong)
     return spec

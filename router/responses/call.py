@@ -18,8 +18,9 @@ from router.api.call import INLINE_BYTES, LONGEST_NAME, MOST_MESSAGES, Call, Pri
 from router.api.violations import Violations, invalid
 from router.openai import specs
 from router.openai.bodies import ChatBody
-from router.openai.completions import Form, TokenBytes
+from router.openai.completions import Form
 from router.openai.http import checked
+from router.openai.logprobs import TokenBytes, chat_logprobs
 from router.responses.answers import ResponseAnswer, ToldEvents
 from router.responses.bodies import AS_IN_CHATS, LONGEST_KEY, LONGEST_VALUE, ChosenFunction, ResponseBody
 from router.responses.events import ResponseEvents
@@ -84,7 +85,7 @@ class ResponseCall:
         )
 
     def _name_tokens(self, logprobs: Sequence[pb.TokenLogprob]) -> Any:
-        return self.form.logprobs(logprobs)["content"]  # type: ignore[typeddict-item]
+        return chat_logprobs(logprobs, self.form.token_bytes)["content"]
 
     @property
     def given(self) -> dict[str, Any]:

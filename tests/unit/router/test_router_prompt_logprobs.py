@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import grpc
 import pytest
 from fake_worker import DECODE, LENGTH, PREFILL, TRANSFER, FakeWorker, failed, pair, phase, prompt_logprobs, tokens
-from router_harness import ids, kinds, running_router, text_spec
+from http_door import chat, serving
+from router_harness import ids, kinds, text_spec
 from wired_router import Client, ManualClock, WiredRouter, admit_of, go_on, logged, run
 
 from cluster.errors import InternalError
@@ -151,25 +153,64 @@ def _kind(event: pb.GenerateStreamResponse) -> str:
 def _answer(worker: FakeWorker, admit: worker_pb2.Admit) -> None:
     key = admit.key
     events = [phase(key, PREFILL), part(key, 0, 3), part(key, 3, 5)]
-    worker.emit(*events, tokens(key, 0, ids("a")), phase(key, TRANSFER))
+    logprobs = [pb.TokenLogprob(token_id=token_id, logprob=-0.5) for token_id in ids("a")]
+    worker.emit(*events, tokens(key, 0, ids("a"), logprobs=logprobs), phase(key, TRANSFER))
 
 
 def _decode(worker: FakeWorker, admit: worker_pb2.Admit) -> None:
-    worker.emit(phase(admit.key, DECODE), tokens(admit.key, 1, ids("b"), finish_reason=LENGTH))
+    logprobs = [pb.TokenLogprob(token_id=token_id, logprob=-0.5) for token_id in ids("b")]
+    worker.emit(phase(admit.key, DECODE), tokens(admit.key, 1, ids("b"), finish_reason=LENGTH, logprobs=logprobs))
 
 
 @pytest.mark.asyncio
-async def test_a_stream_brings_them_in_started_and_generate_refuses_them(tmp_path: Path) -> None:
+async def test_they_are_in_started_and_in_whole_answers_over_grpc_and_http(tmp_path: Path) -> None:
     prefill, decode = pair()
     prefill.script, decode.script = _answer, _decode
     spec = text_spec("hello", output=pb.OutputOptions(prompt_logprobs=3))
-    async with running_router(tmp_path, (prefill, decode)) as router:
+    body: dict[str, Any] = {"model": "model", "prompt": "hello", "max_tokens": 2, "temperature": 0}
+    echo = body | {"echo": True, "logprobs": 1}
+    async with serving(tmp_path, (prefill, decode)) as (router, http):
         events = await router.stream(spec)
-        with pytest.raises(grpc.aio.AioRpcError) as refusal:
-            await router.generation.Generate(pb.GenerateRequest(spec=spec))
+        whole = await router.generation.Generate(pb.GenerateRequest(spec=spec))
+        (choice,) = (await http.post("/v1/completions", json=body | {"prompt_logprobs": 2})).json()["choices"]
+        (echoed,) = (await http.post("/v1/completions", json=echo)).json()["choices"]
+        lines = (await http.post("/v1/completions", json=echo | {"stream": True})).text.split("\n\n")
+        wrong = [(await http.post("/v1/completions", json=body | more)).json()["error"] for more in REFUSED]
     assert kinds(events)[0] == "started"
     (started,) = [event.started for event in events if event.HasField("started")]
     assert [entry.token_id for entry in started.prompt_logprobs] == PROMPT
-    assert prefill.admits[0].prompt_logprobs == 3
-    assert refusal.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    assert "use GenerateStream" in (refusal.value.details() or "")
+    assert list(whole.prompt_logprobs) == list(started.prompt_logprobs)
+    assert [admit.prompt_logprobs for admit in prefill.admits] == [3, 3, 2, 1, 1]
+    own = {"logprob": -1.0, "rank": 1}
+    others = [{str(token): own | {"decoded_token": text}} for token, text in zip(PROMPT[1:], "ello", strict=True)]
+    assert choice["prompt_logprobs"] == [None, *others] and "prompt_logprobs" not in echoed
+    told = echoed["logprobs"]
+    assert echoed["text"] == "helloab" and told["tokens"] == [*"helloab"] and told["text_offset"] == [*range(7)]
+    assert told["token_logprobs"][:6] == [None, *[-1.0] * 4, -0.5] and told["top_logprobs"][:2] == [None, {"e": -1.0}]
+    chunks = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines if line.startswith("data: {")]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [each for chunk in chunks if chunk["logprobs"] for each in chunk["logprobs"][name]] == told[name]
+    assert [error["param"] for error in wrong] == ["prompt_logprobs", "prompt_logprobs", "logprobs"]
+
+
+REFUSED: list[dict[str, Any]] = [
+    {"prompt_logprobs": 21},
+    {"prompt_logprobs": 0, "stream": True},
+    {"echo": True, "logprobs": 21},
+]
+
+
+@pytest.mark.asyncio
+async def test_a_chat_tells_them_beside_its_choices(tmp_path: Path) -> None:
+    prefill, decode = pair(lambda _: [ids("x")])
+
+    def answer(worker: FakeWorker, admit: worker_pb2.Admit) -> None:
+        told = prompt_logprobs(admit.key, 0, admit.prompt_token_ids, -1.0)
+        worker.emit(phase(admit.key, PREFILL), told, tokens(admit.key, 0, ids("a"), finish_reason=LENGTH))
+
+    prefill.script = answer
+    async with serving(tmp_path, (prefill, decode)) as (_, http):
+        found = (await http.post("/v1/chat/completions", json=chat("hi", prompt_logprobs=0, max_tokens=1))).json()
+    prompt = "<user>hi<assistant>"
+    decoded = ["".join(each["decoded_token"] for each in entry.values()) for entry in found["prompt_logprobs"][1:]]
+    assert found["prompt_logprobs"][0] is None and "".join(decoded) == prompt[1:]

@@ -216,14 +216,6 @@ def test_logprobs_of_a_prompt_are_wanted_only_when_they_are_asked_for() -> None:
     assert check(pb.GenerationSpec(text="hi")).prompt_logprobs is None
 
 
-def test_logprobs_of_a_prompt_are_refused_where_the_answer_has_no_field_for_them() -> None:
-    spec = pb.GenerationSpec(text="hi", output=pb.OutputOptions(prompt_logprobs=0), extensions=struct_pb2.Struct())
-    with pytest.raises(NotServed, match="use GenerateStream") as refusal:
-        validate(spec, MODEL, encode, try_grammar=lambda _, text: text, fresh_seed=42, is_streaming=False)
-    fields = [violation.field for violation in refusal.value.violations]
-    assert fields == ["spec.extensions", "spec.output.prompt_logprobs"]
-
-
 @pytest.mark.parametrize(("num_tokens", "most"), [(100, 20), (14_000, 20), (16_000, 17), (170_000, 0), (174_000, -1)])
 def test_logprobs_of_a_prompt_must_fit_in_one_message(num_tokens: int, most: int) -> None:
     model = ServedModel("m", VOCAB_SIZE, 2**20, 16, (EOS,))
