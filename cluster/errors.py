@@ -29,6 +29,10 @@ Messages name the value and the remedy; they never carry a prompt, a path of the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cluster.pb.generation_pb2 import Timing
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ class BatonError(Exception):
         self.message = message
         self.violations = violations
         self.retry_after_s = retry_after_s
+        self.timing: Timing | None = None
+        """Where the request ran up to here and for how long, if its client asks for that."""
 
 
 class InvalidRequest(BatonError):

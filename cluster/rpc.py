@@ -228,6 +228,8 @@ def status_of(error: BatonError) -> status_pb2.Status:
         details.append(_quota_failure(error.violations))
     elif error.violations:
         details.append(_bad_request(error.violations))
+    if error.timing is not None:
+        details.append(error.timing)
     code: int = _code(error.grpc_code).value[0]
     return status_pb2.Status(code=code, message=_clip(error.message), details=[_pack(detail) for detail in details])
 

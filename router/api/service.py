@@ -103,7 +103,7 @@ class GenerationService:
             reader, events = await self._run_whole(request, call)  # anew: its client has got nothing yet
         live = reader.live
         if live.error is not None:
-            raise live.error
+            raise _with_timing(live.error, reader)
         return pb.GenerateResponse(
             generation_id=live.key.request_id,
             model=live.model,
@@ -143,7 +143,7 @@ class GenerationService:
         finally:
             self._leave(reader)
         if reader.live.error is not None:
-            raise reader.live.error
+            raise _with_timing(reader.live.error, reader)
 
     async def _send(self, reader: StreamReader, call: Call) -> None:
         """Sends every event until the request is over. A client that named an interval gets that and no pauses."""
@@ -362,6 +362,11 @@ class _Tried:
         if self.problem is not None:
             raise self.problem
         return self.grammar
+
+
+def _with_timing(error: BatonError, reader: StreamReader) -> BatonError:
+    error.timing = reader.timing()
+    return error
 
 
 def _follow(live: LiveRequest, trace: CallTrace | None) -> None:

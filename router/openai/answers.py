@@ -26,11 +26,6 @@ class ErrorDetail(TypedDict):
     code: str
 
 
-@closed
-class ErrorAnswer(TypedDict):
-    error: ErrorDetail
-
-
 class CachedTokens(TypedDict):
     cached_tokens: Count
 
@@ -58,6 +53,13 @@ class TimingAnswer(TypedDict):
     kv_transfer_ms: float
     time_to_first_token_ms: float
     decode_ms: float
+
+
+@closed
+class ErrorAnswer(TypedDict):
+    error: ErrorDetail
+    timing: NotRequired[TimingAnswer]
+    """Of a request that asks for it and has been taken in."""
 
 
 class AnsweredToken(TypedDict):

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from cluster.errors import BatonError
 from cluster.pb import admin_pb2
 from cluster.pb import generation_pb2 as pb
 from cluster.site import OwnSite
@@ -35,6 +36,7 @@ from router.openai.answers import (
     VersionAnswer,
 )
 from router.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from router.openai.completions import timing_headers
 from router.openai.generating import (
     BodyKind,
     CompletionCall,
@@ -164,10 +166,11 @@ class OpenAiApp:
         call = self._reception.call(request)  # the key may have been revoked meanwhile
         if wanted.body.stream:
             return StreamedAnswer(wanted.specs, CompletionEvents(wanted), self._generate_stream, call, request_id)
-        answer = await wanted.whole(self._generate_one, call, request.receive)
-        timing = answer.get("timing", {})
-        headers = {f"x-baton-{name.replace('_', '-')}": str(value) for name, value in timing.items()}
-        return JSONResponse(answer, headers=headers)
+        try:
+            answer = await wanted.whole(self._generate_one, call, request.receive)
+        except BatonError as error:
+            raise wanted.failure(error) from error
+        return JSONResponse(answer, headers=timing_headers(answer.get("timing", {})))
 
     async def _list_models(self, request: Request) -> Response:
         self._reception.check(request)

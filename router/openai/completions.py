@@ -293,6 +293,10 @@ def timing_of(timing: pb.Timing) -> TimingAnswer:
     }
 
 
+def timing_headers(timing: TimingAnswer) -> dict[str, str]:
+    return {f"x-baton-{name.replace('_', '-')}": str(value) for name, value in timing.items()}
+
+
 def message_of(text: str, deltas: Sequence[pb.SequenceDelta]) -> ChatMessage:
     """The message of one finished sequence, which holds whole calls alone."""
     parts = [part for delta in deltas for part in delta.parts]

@@ -75,17 +75,18 @@ class HttpFailure(Exception):
         super().__init__(message)
         self.status = status
         self.retry_after_s = retry_after_s
+        self.timing_headers: dict[str, str] = {}
         kind = _TYPE.get(status, "server_error" if status >= 500 else "invalid_request_error")
         self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
     @property
     def headers(self) -> dict[str, str]:
-        """The delay before another try: in whole seconds as HTTP has it, and in milliseconds, which OpenAI's SDK
-        prefers."""
+        """The timing, and the delay before another try: in whole seconds as HTTP has it, and in milliseconds, which
+        OpenAI's SDK prefers."""
         if self.retry_after_s is None:
-            return {}
+            return self.timing_headers
         ms = math.ceil(1000 * self.retry_after_s)
-        return {"retry-after": str(math.ceil(self.retry_after_s)), "retry-after-ms": str(ms)}
+        return {"retry-after": str(math.ceil(self.retry_after_s)), "retry-after-ms": str(ms), **self.timing_headers}
 
 
 def failure_of(error: BatonError, names: Mapping[str, str] = MappingProxyType({})) -> HttpFailure:

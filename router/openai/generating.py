@@ -26,7 +26,7 @@ from router.batches.lines import Line, LineResult
 from router.batches.store import Batch
 from router.openai import specs
 from router.openai.bodies import ChatBody, CompletionBody
-from router.openai.completions import ChoicePosition, Chunks, Form, StreamPosition
+from router.openai.completions import ChoicePosition, Chunks, Form, StreamPosition, timing_headers, timing_of
 from router.openai.errors import LAST_EVENT, RESUME, RESUME_NAMES, HttpFailure, failure_of
 from router.openai.http import checked, failed, id_headers, log, too_large
 from router.openai.logprobs import TokenBytes
@@ -88,6 +88,14 @@ class CompletionCall:
         spec.resume.next_token_indexes[:] = [choice.num_tokens for choice in position.choices]
         form = replace(self.form, created=position.created)
         return replace(self, names=names, form=form, may_resume=True, resumed=position)
+
+    def failure(self, error: BatonError) -> HttpFailure:
+        """As its client is told, with the timing that it asks for."""
+        failure = failure_of(error, self.names)
+        if error.timing is not None:
+            timing = timing_of(error.timing)
+            failure.body["timing"], failure.timing_headers = timing, timing_headers(timing)
+        return failure
 
     async def whole(self, generate: Generate, call: Call, receive: Receive | None = None) -> dict[str, Any]:
         """Raises ClientDisconnect when `receive` says so."""
@@ -226,7 +234,7 @@ class CompletionEvents:
     def failure(self, error: BatonError) -> HttpFailure:
         resumed = self._wanted.resumed
         is_behind_its_end = isinstance(error, OutOfRange) and resumed is not None
-        return failure_of(unknown_event(str(resumed)) if is_behind_its_end else error, self._wanted.names)
+        return self._wanted.failure(unknown_event(str(resumed)) if is_behind_its_end else error)
 
 
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
