@@ -171,3 +171,27 @@ class Ping(TypedDict):
 
 
 MessageEvent = MessageStart | BlockStart | BlockDeltaEvent | BlockStop | MessageDelta | MessageStop | Ping
+
+
+@closed
+class ModelInfo(TypedDict):
+    type: Literal["model"]
+    id: str
+    display_name: str
+    created_at: str
+    """When the router was started, as RFC 3339 has it."""
+    max_input_tokens: Count
+    max_tokens: Count
+    lifecycle: Literal["active"]
+    capabilities: None
+    line: None
+    deprecated_at: None
+    retires_at: None
+
+
+@closed
+class ModelList(TypedDict):
+    data: list[ModelInfo]
+    has_more: Literal[False]
+    first_id: str
+    last_id: str

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from cluster.pb import generation_pb2 as pb
-from router.anthropic.answers import MessageAnswer, MessageEvent, TokenCount
+from router.anthropic.answers import MessageAnswer, MessageEvent, ModelInfo, ModelList, TokenCount
 from router.anthropic.bodies import CountBody, MessagesBody
 from router.anthropic.errors import ANTHROPIC, NAMES
 from router.anthropic.events import MessageEvents, MessageForm, MessagePosition
 from router.anthropic.specs import count_request, message_spec
+from router.api.call import Call
 from router.api.model_service import ModelService
 from router.openai.generating import Generate, GenerateStream, StreamedAnswer, resumption, together, unknown_event
-from router.openai.http import GENERATES, HAS_BODY, Answer, Operation, Reception, parse
+from router.openai.http import GENERATES, HAS_BODY, NEEDS_KEY, Answer, Operation, Reception, parse
+
+VERSION = "anthropic-version"
+"""A header of all requests by Anthropic's clients."""
 
 
 class MessageRoutes:
@@ -22,6 +28,7 @@ class MessageRoutes:
     def __init__(
         self, generate: Generate, generate_stream: GenerateStream, models: ModelService, reception: Reception
     ) -> None:
+        self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
         self._generate = generate
         self._generate_stream = generate_stream
         self._models = models
@@ -49,6 +56,26 @@ class MessageRoutes:
                 body=CountBody,
                 names=NAMES,
                 dialect=ANTHROPIC,
+            ),
+            Operation(
+                "GET",
+                "/v1/models",
+                self._list_models,
+                "The served model, as Anthropic's API names it",
+                NEEDS_KEY,
+                ModelList,
+                dialect=ANTHROPIC,
+                header=VERSION,
+            ),
+            Operation(
+                "GET",
+                "/v1/models/{model:path}",
+                self._get_model,
+                "One model, as Anthropic's API names it",
+                (*NEEDS_KEY, 404),
+                ModelInfo,
+                dialect=ANTHROPIC,
+                header=VERSION,
             ),
         ]
 
@@ -83,3 +110,30 @@ class MessageRoutes:
         found = await self._models.Tokenize(wanted, self._reception.call(request))
         answer: TokenCount = {"input_tokens": len(found.token_ids)}
         return JSONResponse(answer)
+
+    async def _list_models(self, request: Request) -> Response:
+        self._reception.check(request)
+        found = await self._models.ListModels(pb.ListModelsRequest(), Call())
+        models = [self._model_info(model) for model in found.models]
+        ids = {"first_id": models[0]["id"], "last_id": models[-1]["id"]}
+        return JSONResponse({"data": models, "has_more": False, **ids})
+
+    async def _get_model(self, request: Request) -> Response:
+        self._reception.check(request)
+        found = await self._models.GetModel(pb.GetModelRequest(model=request.path_params["model"]), Call())
+        return JSONResponse(self._model_info(found.model))
+
+    def _model_info(self, model: pb.Model) -> ModelInfo:
+        return {
+            "type": "model",
+            "id": model.name,
+            "display_name": model.name,
+            "created_at": self._started_at,
+            "max_input_tokens": model.max_input_tokens,
+            "max_tokens": model.max_output_tokens,
+            "lifecycle": "active",
+            "capabilities": None,
+            "line": None,
+            "deprecated_at": None,
+            "retires_at": None,
+        }

@@ -92,19 +92,25 @@ class Operation:
     dialect: Dialect = OPENAI
     can_resume: bool = False
     """A stream may be resumed by the id of its last event."""
+    header: str = ""
+    """Takes only requests that have this header, which another operation of the method and path would take."""
 
 
 def routes_of(operations: Iterable[Operation]) -> list[Route]:
     """One route for all methods of a path, so that the refusal of another method names each."""
-    by_path: dict[str, dict[str, Callable[[Request], Awaitable[Answer]]]] = {}
+    by_path: dict[str, dict[str, dict[str, Handler]]] = {}
     for each in operations:
-        by_path.setdefault(each.path, {})[each.method] = guarded(each.handle, each.names, each.dialect)
+        by_header = by_path.setdefault(each.path, {}).setdefault(each.method, {})
+        by_header[each.header] = guarded(each.handle, each.names, each.dialect)
     return [Route(path, _choose(endpoints), methods=list(endpoints)) for path, endpoints in by_path.items()]
 
 
-def _choose(endpoints: Mapping[str, Handler]) -> Handler:
+def _choose(endpoints: Mapping[str, Mapping[str, Handler]]) -> Handler:
+    """`endpoints` by method and header."""
+
     async def endpoint(request: Request) -> Answer:
-        return await endpoints["GET" if request.method == "HEAD" else request.method](request)
+        by_header = endpoints["GET" if request.method == "HEAD" else request.method]
+        return await by_header[next((name for name in by_header if name in request.headers), "")](request)
 
     return endpoint
 

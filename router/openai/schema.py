@@ -33,7 +33,10 @@ def openapi(version: str, operations: Sequence[Operation]) -> dict[str, Any]:
     paths: dict[str, Schema] = {}
     for each in operations:
         path = each.path.replace(":path}", "}")
-        paths.setdefault(path, {})[each.method.lower()] = _operation(each, path, lambda k: schemas[k, modes[k]])
+        described = _operation(each, path, lambda k: schemas[k, modes[k]])
+        first = paths.setdefault(path, {}).setdefault(each.method.lower(), described)
+        if first is not described:
+            _add_answers(first, described, each.header)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Baton", "version": version},
@@ -44,6 +47,17 @@ def openapi(version: str, operations: Sequence[Operation]) -> dict[str, Any]:
         },
         "security": [{"key": []}, {}],
     }
+
+
+def _add_answers(operation: Schema, other: Schema, header: str) -> None:
+    """Adds those of another operation of the method and path, for requests with a header."""
+    named = {"name": header, "in": "header", "schema": {"type": "string"}, "description": other["summary"]}
+    operation["parameters"] = [*operation.get("parameters", ()), named]
+    for status, answer in other["responses"].items():
+        content = operation["responses"].setdefault(status, answer)["content"]
+        for kind, of_kind in answer["content"].items():
+            if content.setdefault(kind, of_kind) is not of_kind:
+                content[kind] = {"schema": {"anyOf": [content[kind]["schema"], of_kind["schema"]]}}
 
 
 def _operation(operation: Operation, path: str, schema_of: Callable[[Any], Schema]) -> Schema:

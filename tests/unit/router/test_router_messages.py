@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -175,3 +176,23 @@ async def test_load_keys_and_long_bodies_have_their_statuses(tmp_path: Path) -> 
         assert (busy.status_code, busy.json()["error"]["type"]) == (529, "overloaded_error")
         assert int(busy.headers["retry-after"]) >= 1
         first.cancel()
+
+
+async def test_anthropics_clients_get_models_in_their_form_and_others_in_openais(tmp_path: Path) -> None:
+    version = {"anthropic-version": "2023-06-01"}
+    async with serving(tmp_path, (), chat_template=TEMPLATE) as (_, http):
+        theirs = (await http.get("/v1/models", headers=version)).json()
+        one = (await http.get("/v1/models/model", headers=version)).json()
+        none = await http.get("/v1/models/other", headers=version)
+        openais = (await http.get("/v1/models")).json()
+        document = (await http.get("/openapi.json")).json()["paths"]
+    assert theirs == {"data": [one], "has_more": False, "first_id": "model", "last_id": "model"}
+    assert (one["type"], one["id"], one["lifecycle"]) == ("model", "model", "active")
+    assert one["max_input_tokens"] == MAX_MODEL_LEN - 1
+    assert datetime.fromisoformat(one["created_at"]).tzinfo is not None
+    assert none.status_code == 404 and none.json()["error"]["type"] == "not_found_error"
+    assert openais["object"] == "list" and openais["data"][0]["owned_by"] == "baton"
+    for path in ("/v1/models", "/v1/models/{model}"):
+        told = document[path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+        assert len(told["anyOf"]) == 2
+        assert "anthropic-version" in {each["name"] for each in document[path]["get"]["parameters"]}
