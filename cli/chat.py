@@ -37,6 +37,13 @@ def chat(
             show_default=False,
         ),
     ] = None,
+    tool_choice: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|none|required|NAME",
+            help="What the first answer to a message calls: what the model decides, nothing, any function, this one.",
+        ),
+    ] = "auto",
 ) -> None:
     """Talk with the model; every message carries the conversation so far."""
     with outcome(), router.connect() as client:
@@ -45,10 +52,25 @@ def chat(
             from tools.local_functions import LocalFunctions
 
             functions = LocalFunctions.from_file(tools)
-        conversation = _Conversation(client, sampling, functions, is_interactive=sys.stdin.isatty())
+        _check_choice(tool_choice, functions)
+        conversation = _Conversation(client, sampling, functions, tool_choice, is_interactive=sys.stdin.isatty())
         if system:
             conversation.messages.append({"role": "system", "content": system})
         conversation.run()
+
+
+def _check_choice(choice: str, functions: LocalFunctions | None) -> None:
+    """Raises InvalidRequest."""
+    names = [] if functions is None else [tool["function"]["name"] for tool in functions.tools]
+    if choice == "auto" or (functions is not None and choice in ("none", "required", *names)):
+        return
+    if functions is None:
+        raise InvalidRequest(f"--tool-choice {choice} needs functions to choose among: --tools FILE")
+    from cluster.config.source import nearest
+
+    close = nearest(choice, names)
+    hint = f"did you mean {close}?" if close else f"it has {', '.join(names)}"
+    raise InvalidRequest(f"--tool-choice {choice}: the file of --tools has no such function; {hint}")
 
 
 class _Conversation:
@@ -59,11 +81,13 @@ class _Conversation:
         client: BatonClient,
         sampling: SamplingOptions,
         functions: LocalFunctions | None,
+        tool_choice: str,
         *,
         is_interactive: bool,
     ) -> None:
         self.messages: list[dict[str, Any]] = []
         self._functions = functions
+        self._tool_choice = tool_choice
         self._client = client
         self._sampling = sampling
         self._is_interactive = is_interactive
@@ -109,8 +133,8 @@ class _Conversation:
 
     def _answer_with_calls(self) -> str:
         """The text of the first answer that calls nothing. Raises InvalidRequest where none comes."""
-        for _ in range(_MOST_ROUNDS):
-            transcript = self._answer()
+        for number in range(_MOST_ROUNDS):
+            transcript = self._answer("auto" if number else self._tool_choice)
             text, calls = "".join(sequence.text for sequence in transcript.sequences), transcript.tool_calls
             if self._functions is None or not calls or not transcript.is_complete:
                 return text
@@ -124,13 +148,14 @@ class _Conversation:
                 self.messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
         raise InvalidRequest(f"the model has called tools in {_MOST_ROUNDS} answers, one after the other")
 
-    def _answer(self) -> Transcript:
+    def _answer(self, tool_choice: str) -> Transcript:
         """Prints the answer as it comes; Ctrl-C at a terminal ends it early."""
         from tools.generation_stream import Transcript
 
         transcript = Transcript()
         tools = () if self._functions is None else self._functions.tools
-        with self._sampling.stream(self._client, self._sampling.spec(self.messages, tools=tools)) as stream:
+        spec = self._sampling.spec(self.messages, tools=tools, tool_choice=tool_choice)
+        with self._sampling.stream(self._client, spec) as stream:
             try:
                 collect(stream, transcript, sys.stdout)
             except KeyboardInterrupt:

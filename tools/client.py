@@ -30,6 +30,12 @@ Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
 """Text, token ids, or chat messages such as `{"role": "user", "content": "..."}`."""
 
+_MODES = {
+    "auto": pb.ToolChoice.MODE_AUTO,
+    "none": pb.ToolChoice.MODE_NONE,
+    "required": pb.ToolChoice.MODE_REQUIRED,
+}
+
 
 def make_spec(
     prompt: Prompt,
@@ -50,11 +56,12 @@ def make_spec(
     include_timing: bool = False,
     request_id: str = "",
     tools: Sequence[Message] = (),
+    tool_choice: str = "auto",
     suffix: str = "",
 ) -> pb.GenerationSpec:
     """None leaves a field to the server. `tools`: functions that an answer to messages may call, as OpenAI's API has
-    them. `suffix`: text behind what is generated, for models that fill in the middle. Raises InvalidRequest for a value
-    that no message can carry."""
+    them; `tool_choice`: auto, none, required, or the name of the one to call. `suffix`: text behind what is generated,
+    for models that fill in the middle. Raises InvalidRequest for a value that no message can carry."""
     try:
         spec = pb.GenerationSpec(
             model=model,
@@ -71,6 +78,9 @@ def make_spec(
         )
         if tools:
             spec.chat.json = json.dumps({"messages": prompt, "tools": list(tools)})
+            mode = _MODES.get(tool_choice, pb.ToolChoice.MODE_REQUIRED)
+            names = () if tool_choice in _MODES else (tool_choice,)
+            spec.chat.tool_choice.CopyFrom(pb.ToolChoice(mode=mode, names=names))
         else:
             _set_prompt(spec, prompt)
     except UnicodeError as error:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import signal
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 from google.protobuf import json_format
 from scripted_router import (
@@ -50,6 +52,40 @@ def test_chat_answers_each_piped_line_with_the_history_so_far(router: ScriptedRo
         ("assistant", "2: good day"),
         ("user", "and you?"),
     ]
+
+
+FUNCTIONS = """
+def weather(city: str) -> str:
+    'The weather.'
+    return f"sunny in {city}"
+"""
+
+
+async def call_once(spec: pb.GenerationSpec) -> AsyncIterator[Event]:
+    yield started()
+    if any(message["role"] == "tool" for message in json.loads(spec.chat.json)["messages"]):
+        yield delta("It is sunny.", 0)
+    else:
+        piece = pb.ToolCallDelta(id="call_1", name="weather", arguments='{"city": "Rome"}', is_whole=True)
+        called = pb.SequenceDelta(token_count=1, parts=[pb.OutputPart(tool_call=piece)])
+        yield pb.GenerateStreamResponse(delta=called)
+    yield end(1)
+    yield completed(1)
+
+
+def test_a_tool_choice_is_that_of_the_first_answer_to_a_message(router: ScriptedRouter, tmp_path: Path) -> None:
+    router.script = call_once
+    (tmp_path / "own.py").write_text(FUNCTIONS)
+    chat = ("chat", "--address", router.address, "--tools", str(tmp_path / "own.py"), "--tool-choice")
+    done = baton(*chat, "weather", stdin="And Rome?\n")
+    assert (done.exit_code, done.stdout) == (0, "It is sunny.\n")
+    first, second = (spec.chat.tool_choice for spec in router.specs)
+    assert (first.mode, list(first.names)) == (pb.ToolChoice.MODE_REQUIRED, ["weather"])
+    assert second == pb.ToolChoice()
+    done = baton(*chat, "wether", stdin="And Rome?\n")
+    assert (done.exit_code, "did you mean weather?" in done.stderr) == (2, True)
+    done = baton("chat", "--address", router.address, "--tool-choice", "required", stdin="Hi\n")
+    assert (done.exit_code, "needs functions to choose among: --tools FILE" in done.stderr) == (2, True)
 
 
 def test_chat_from_a_pipe_ends_at_the_first_error(router: ScriptedRouter) -> None:
