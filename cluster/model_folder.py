@@ -60,6 +60,22 @@ def read_model_file(path: Path) -> bytes:
     return _FROM_GGUF[path.name](read_header(file))
 
 
+def read_model_json(path: Path, *, required: bool = True) -> dict[str, Any]:
+    """Returns a JSON object of the model; an empty one where it has no such file and that is not `required`. Raises
+    CheckpointError."""
+    if not required and not has_model_file(path):
+        return {}
+    try:
+        content = json.loads(read_model_file(path))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file; a checkpoint is a folder in Hugging Face's format") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object (got {type(content).__name__})")
+    return content
+
+
 def weight_files(path: Path) -> list[Path]:
     """Returns the files of a model's weights, in the order of their names."""
     file = gguf_file(path)

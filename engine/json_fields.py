@@ -1,32 +1,17 @@
-"""Reads a checkpoint folder's JSON files: an object, and typed values of it. Loads no torch."""
+"""Typed values of the JSON objects in a checkpoint folder. Loads no torch."""
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from typing import Any, TypeVar
 
 from cluster.errors import CheckpointError
-from cluster.model_folder import read_model_file
 
 N = TypeVar("N", int, float)
 _MOST_DIGITS = 40
 _LARGEST_SIZE = 2**31 - 1
 _LARGEST_NUMBER = 1e30
 """No model has larger numbers; products of these are still finite."""
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(read_model_file(path))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file; a checkpoint is a folder in Hugging Face's format") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: must hold a JSON object (got {type(value).__name__})")
-    return value
 
 
 class Fields:

@@ -8,8 +8,8 @@ from typing import Any
 from cluster.config.choices import QuantizationName
 from cluster.config.source import nearest
 from cluster.errors import CheckpointError, ConfigError
-from cluster.model_folder import CONTEXT_NAMES
-from engine.json_fields import Fields, architecture_of, read_json
+from cluster.model_folder import CONTEXT_NAMES, read_model_json
+from engine.json_fields import Fields, architecture_of
 from engine.models.config import ModelConfig
 from engine.models.deepseek import read_latent
 from engine.models.family import read_num_layers
@@ -41,7 +41,7 @@ def find_shape(model: str) -> ModelShape:
     path = Path(model)
     if path.exists():
         file = path / "config.json" if path.is_dir() else path
-        return read_shape(read_json(file), str(file), (path if path.is_dir() else path.parent).resolve().name)
+        return read_shape(read_model_json(file), str(file), (path if path.is_dir() else path.parent).resolve().name)
     close = nearest(model, KNOWN_MODELS)
     guess = f"did you mean {close}? " if close else ""
     raise ConfigError(

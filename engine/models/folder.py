@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from cluster.errors import CheckpointError, ConfigError
-from cluster.model_folder import gguf_file, has_model_file
-from engine.json_fields import Fields, architecture_of, read_json
+from cluster.model_folder import gguf_file, has_model_file, read_model_json
+from engine.json_fields import Fields, architecture_of
 from engine.models.config import ModelConfig
 from engine.models.family import token_ids
 from engine.models.registry import FAMILIES, read_config, refuse_foreign
@@ -39,7 +39,7 @@ def read_model(path: str | Path, model_impl: str = "auto") -> ModelConfig:
 
 def read_fields(folder: Path) -> Fields:
     """Reads config.json. Raises CheckpointError, also for one that claims the blocks of GGUF and is no GGUF file's."""
-    fields = Fields(read_json(folder / "config.json"), "config.json")
+    fields = Fields(read_model_json(folder / "config.json"), "config.json")
     if gguf_file(folder) is None and fields.within("quantization_config").get("quant_method") == "gguf":
         raise CheckpointError(
             "config.json: quantization_config: quant_method 'gguf' belongs to .gguf files, which bring their own "
@@ -51,7 +51,7 @@ def read_fields(folder: Path) -> Fields:
 def _with_ends(config: ModelConfig, folder: Path) -> ModelConfig:
     """Returns the model with the end tokens that generation_config.json names, if it does. Raises CheckpointError."""
     generation = folder / "generation_config.json"
-    eos = read_json(generation).get("eos_token_id") if has_model_file(generation) else None
+    eos = read_model_json(generation).get("eos_token_id") if has_model_file(generation) else None
     return config if eos is None else replace(config, eos_token_ids=token_ids(eos, generation.name))
 
 

@@ -23,10 +23,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cluster.errors import CheckpointError, FailedPrecondition, FieldViolation, InvalidRequest
-from cluster.model_folder import has_model_file, read_model_file
+from cluster.model_folder import has_model_file, read_model_file, read_model_json
 from cluster.pb import generation_pb2
 from router.api.chat import Chat
-from router.api.served_model import read_json
 
 DEFAULT, TOOL_USE = "default", "tool_use"
 """Names of the templates that are used: that for any request, and that for one with tools."""
@@ -136,7 +135,7 @@ def _of_folder(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, t
     if files:
         return {name: (_text_of(path), str(path)) for name, path in files.items()}
     if has_model_file(folder / _JSON_FILE):
-        return _named(read_json(folder / _JSON_FILE).get("chat_template"), folder / _JSON_FILE)
+        return _named(read_model_json(folder / _JSON_FILE).get("chat_template"), folder / _JSON_FILE)
     return _named(tokenizer_config.get("chat_template"), folder / "tokenizer_config.json")
 
 

@@ -5,13 +5,11 @@ Owns reading config.json and generation_config.json of the model folder. Knows n
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from cluster.errors import CheckpointError, ConfigError, FieldViolation, NotFound
-from cluster.model_folder import CONTEXT_NAMES, has_model_file, longest_context, model_name, read_model_file
+from cluster.model_folder import CONTEXT_NAMES, longest_context, model_name, read_model_json
 from cluster.pb import generation_pb2 as pb
 from router.api.sampling import default_sampling, model_defaults
 from router.api.violations import shortened
@@ -38,8 +36,8 @@ class ServedModel:
     @classmethod
     def from_folder(cls, folder: Path, *, name: str, max_model_len: int | None, max_num_seqs: int) -> ServedModel:
         """Raises CheckpointError for a folder that cannot be read, ConfigError for a length it does not allow."""
-        config = read_json(folder / "config.json")
-        generation = read_json(folder / "generation_config.json", required=False)
+        config = read_model_json(folder / "config.json")
+        generation = read_model_json(folder / "generation_config.json", required=False)
         longest = _positive_int(CONTEXT_NAMES[0], longest_context(config))
         if max_model_len is not None and not 2 <= max_model_len <= longest:
             raise ConfigError(f"max_model_len must be between 2 and the model's {longest} (got {max_model_len})")
@@ -61,19 +59,6 @@ class ServedModel:
                 f"model {shortened(name)!r} is not served here; this router serves {self.name!r}",
                 violations=(FieldViolation(path, f"must be empty or {self.name!r}"),),
             )
-
-
-def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
-    """A JSON object of the model folder; empty when it is absent and not `required`."""
-    if not required and not has_model_file(path):
-        return {}
-    try:
-        content = json.loads(read_model_file(path))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read as JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: must hold a JSON object (holds a {type(content).__name__})")
-    return content
 
 
 def _positive_int(key: str, value: object) -> int:

@@ -18,11 +18,10 @@ from typing import Any
 import tokenizers
 
 from cluster.errors import CheckpointError
-from cluster.model_folder import read_model_file
+from cluster.model_folder import read_model_file, read_model_json
 from router.api.chat import Prompt
 from router.api.chat_template import ChatTemplate
 from router.api.infill import Infill, infill_of
-from router.api.served_model import read_json
 from router.stream.detokenizer import CONTEXT_TOKENS, ByteDetokenizer, Detokenizer, WindowDetokenizer
 
 _TAIL_TOKENS = 16
@@ -72,7 +71,7 @@ class Tokenizer:
             definition = read_model_file(path)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read ({error.strerror}); the router needs it") from error
-        config = read_json(folder / "tokenizer_config.json", required=False)
+        config = read_model_json(folder / "tokenizer_config.json", required=False)
         return cls(definition, ChatTemplate.from_folder(folder, config, Path(chat_template) if chat_template else None))
 
     @property
