@@ -195,6 +195,8 @@ OnEnd = Callable[[RequestOutcome], None]
 class _NoText:
     """The simulated model has no tokenizer (`router.stream.detokenizer.Detokenizer`)."""
 
+    is_whole = True
+
     def push(self, token_ids: object) -> str:
         return ""
 

@@ -44,6 +44,8 @@ class WatchedDispatcher(Dispatcher):
 class DigitText:
     """Each token of the simulated model as text (`router.stream.detokenizer.Detokenizer`): five digits."""
 
+    is_whole = True
+
     def push(self, token_ids: Sequence[int]) -> str:
         return "".join(f"{token_id:05d}" for token_id in token_ids)
 

@@ -7,7 +7,7 @@ The rest of the router sees requests as `ValidatedRequest` and clients as `Princ
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
@@ -76,6 +76,20 @@ async def _write_nothing(message: Any) -> None:
 
 
 @dataclass(frozen=True)
+class TurnTokens:
+    """The tokens that one turn of a conversation adds to it."""
+
+    tokenizer: str
+    """The digest of the tokenizer that they are of."""
+    num_known: int
+    """Tokens of the turns before that the prompt begins with."""
+    token_ids: Sequence[int]
+    """What follows them: the rest of the prompt, then the answer."""
+    num_answer: int
+    """Tokens of the answer."""
+
+
+@dataclass(frozen=True)
 class Call:
     """One call of a method: over gRPC, over HTTP, or for a line of a batch."""
 
@@ -88,6 +102,10 @@ class Call:
     """Sends a message of a streaming method; returns when the next one may follow."""
     opened: Callable[[str], None] = lambda generation_id: None
     """Told the id of a streamed generation once that is taken on, which may be long before its first message."""
+    turns: Sequence[TurnTokens] = ()
+    """The turns that a chat continues, in their order, as `keep_turn` was told them."""
+    keep_turn: Callable[[TurnTokens], None] | None = None
+    """Told the tokens of a chat's turn when it is over, before its client gets the end; one for each sequence."""
 
 
 class OutputParts(Protocol):

@@ -23,10 +23,11 @@ from cluster.settings import RouterSettings
 from cluster.state import Store
 from router.api.call import INLINE_BYTES, Call, ClientStalled, Principal, ValidatedRequest, run_aside
 from router.api.chat_forms import ChatForms
+from router.api.conversations import Conversations, Turn
 from router.api.grammar import Grammars, TryGrammar, constraint_of
 from router.api.served_model import ServedModel
 from router.api.tokenizer import Tokenizer
-from router.api.validate import ReadPrompt, TryForm, read_prompt, validate
+from router.api.validate import ReadPrompt, TryForm, read_prompt, salt_of, validate
 from router.api.violations import Violations, invalid
 from router.observe.tracing import CallTrace, Origin, Traces
 from router.queue.admission import AdmissionRequest
@@ -76,6 +77,7 @@ class GenerationService:
             compile_s_per_min=of_router.grammar_s_per_min,
         )
         self.forms = ChatForms(tokenizer, settings.model.tool_format)
+        self._conversations = Conversations(tokenizer)
         self._dispatcher = dispatcher
         self._executor = executor
         self._rate = rate
@@ -229,7 +231,8 @@ class GenerationService:
         )
         self._dispatcher.refuse_early(least)
         spec, is_long = request.spec, request.ByteSize() > INLINE_BYTES
-        prompt = await run_aside(is_long, lambda: self._read_prompt(spec), self._executor)
+        turn = self._new_turn(spec, call)
+        prompt = await run_aside(is_long, lambda: self._read_prompt(spec, turn), self._executor)
         try_grammar, try_form = await self._try_grammars(spec.sampling, prompt.form, principal)
         valid = await run_aside(
             is_long,
@@ -247,6 +250,7 @@ class GenerationService:
             principal=principal,
             may_resume=request.spec.HasField("resume"),
         )
+        live.observers.append(turn)
         _follow(live, trace)
         self._dispatcher.submit(live, time_left_s=call.time_remaining())
         is_kept = live.may_resume and not live.is_over  # who is refused at once has no id to come back with
@@ -270,7 +274,7 @@ class GenerationService:
         origin = record.origin
         valid = self._validate(
             origin.spec,
-            self._read_prompt(origin.spec),
+            self._read_prompt(origin.spec, self._new_turn(origin.spec, Call(principal))),
             True,
             principal.tenant,
             lambda kind, text: origin.sampling.grammar,
@@ -321,14 +325,13 @@ class GenerationService:
             self._dispatcher.counters.refused["quota_grammars"] += 1
             raise
 
-    def _read_prompt(self, spec: pb.GenerationSpec) -> ReadPrompt:
-        return read_prompt(
-            spec,
-            self._model,
-            lambda prompt: self._tokenizer.encode_prompt(prompt).token_ids,
-            self.forms.form_of,
-            infill=self._tokenizer.infill,
-        )
+    def _new_turn(self, spec: pb.GenerationSpec, call: Call) -> Turn:
+        salt = None if spec.cache.bypass_prefix_cache else salt_of(call.principal.tenant, spec.cache.cache_salt)
+        least_output = 1 if spec.stopping.clip_to_context else max(1, spec.stopping.max_output_tokens)
+        return Turn(self._conversations, salt, call, self._model.max_model_len - least_output)
+
+    def _read_prompt(self, spec: pb.GenerationSpec, turn: Turn) -> ReadPrompt:
+        return read_prompt(spec, self._model, turn.encode, self.forms.form_of, infill=self._tokenizer.infill)
 
     def _validate(
         self,

@@ -59,6 +59,8 @@ class Tokenizer:
         """How a text between two is asked for; None: the tokenizer has no marks for that."""
         is_asked = self.infill is not None
         self._adds_space = is_asked and any("▁" in piece for piece in self._tokenizer.encode(_BEFORE).tokens)
+        self.added_ids = {token.content: token_id for token_id, token in added.items()}
+        """Those, and other tokens that text is split at first."""
         self._bytes_of: dict[int, bytes] = {}
         self._whole: dict[int, str] = {}
         """Whole characters by token, as `ByteDetokenizer` has them."""
@@ -116,6 +118,16 @@ class Tokenizer:
     def tail(self, token_ids: Sequence[int]) -> str:
         """The text of the last of these ids, special tokens included."""
         return str(self._tokenizer.decode(list(token_ids[-_TAIL_TOKENS:]), skip_special_tokens=False))
+
+    def written(self, token_ids: Sequence[int], before: Sequence[int] = ()) -> str:
+        """The text of ids that follow others, special tokens written out. What is cut off of a character is U+FFFD."""
+        if self._is_byte_level:
+            detokenizer = self.new_detokenizer((), self.special_ids)
+            return detokenizer.push(token_ids) + detokenizer.flush()
+        names = {token_id: text for text, token_id in self.special_ids.items()}
+        context = list(before[-CONTEXT_TOKENS:])
+        num_before = len(self._decode_keeping(names, context))
+        return self._decode_keeping(names, [*context, *token_ids])[num_before:]
 
     def new_detokenizer(self, prompt_token_ids: Sequence[int], kept: Iterable[str] = ()) -> Detokenizer:
         """A detokenizer for one sequence that continues this prompt. Special tokens have no text in it, except those of

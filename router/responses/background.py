@@ -25,7 +25,7 @@ from typing import Any
 from cluster.errors import BatonError, FailedPrecondition, NotFound, Unavailable
 from cluster.pb import generation_pb2 as pb
 from cluster.state import StoreAway
-from router.api.call import Call, Principal
+from router.api.call import Call, Principal, TurnTokens
 from router.openai.errors import HttpFailure, failure_of
 from router.openai.generating import GenerateStream
 from router.responses.answers import Event, ResponseAnswer
@@ -69,6 +69,8 @@ class _Run:
         self.events = events
         self.log: list[Event] = []
         """All events of this run."""
+        self.turns: list[TurnTokens] = []
+        """As `ResponseCall.kept_turns`."""
         self.generation_id = kept.response.generation_id
         self.refusal: BatonError | None = None
         """Why it did not begin."""
@@ -139,9 +141,10 @@ class BackgroundRuns:
         held = {"owner": self._owner, "held_until": time.time() + self._lease_s, "runs": [0]}
         kept = await self._store.add(wanted.stored(call.principal, **held), wanted.given)
         run = _Run(kept, wanted.events())
+        run.turns = wanted.kept_turns
         run.tell(*run.events.begin())
         answer: ResponseAnswer = run.log[0]["response"]
-        self._begin(run, self._work(run, wanted.spec, call))
+        self._begin(run, self._work(run, wanted.spec, wanted.generating(call)))
         await _within(REFUSED_WITHIN_S, run.begun)
         if run.refusal is not None:
             await self._store.delete(run.kept)
@@ -219,7 +222,8 @@ class BackgroundRuns:
             return
         run.events = wanted.events(response.told)
         run.events.answer["created_at"] = response.created_at
-        self._begin(run, self._go_on(run, wanted.spec, call))
+        run.turns = wanted.kept_turns
+        self._begin(run, self._go_on(run, wanted.spec, wanted.generating(call)))
 
     def _begin(self, run: _Run, work: Coroutine[Any, Any, None]) -> None:
         response_id = run.response.response_id
@@ -345,7 +349,7 @@ class BackgroundRuns:
             size_bytes += num_bytes if len(piece) == EVENTS_IN_PIECE or is_last else 0
         answer = run.events.answer
         if is_last:
-            size_bytes += await self._store.put_answer(response, answer)
+            size_bytes += await self._store.put_answer(response, answer, *run.turns[-1:])
         changed = replace(
             response,
             status=answer["status"] if is_last or answer["status"] == "in_progress" else response.status,

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cluster.errors import FieldViolation, NotServed
 from cluster.pb import generation_pb2 as pb
-from router.api.call import INLINE_BYTES, LONGEST_NAME, MOST_MESSAGES, Call, Principal, run_aside
+from router.api.call import INLINE_BYTES, LONGEST_NAME, MOST_MESSAGES, Call, Principal, TurnTokens, run_aside
 from router.api.violations import Violations, invalid
 from router.openai import specs
 from router.openai.bodies import ChatBody
@@ -25,7 +25,13 @@ from router.responses.answers import ResponseAnswer, ToldEvents
 from router.responses.bodies import AS_IN_CHATS, LONGEST_KEY, LONGEST_VALUE, ChosenFunction, ResponseBody
 from router.responses.events import ResponseEvents
 from router.responses.items import Item, ItemReference, is_reference, messages_of, read_items
-from router.responses.store import ResponseStore, StoredResponse, new_response_id
+from router.responses.store import (
+    NO_CONVERSATION,
+    KeptConversation,
+    ResponseStore,
+    StoredResponse,
+    new_response_id,
+)
 
 NAMES: Mapping[str, str] = {
     "chat.messages": "input",
@@ -55,10 +61,19 @@ class ResponseCall:
     """Those of the input, as they are kept."""
     session: str
     """Empty: the response belongs to no session."""
+    turns: Sequence[TurnTokens]
+    """Those that it continues, as `Call.turns`."""
     spec: pb.GenerationSpec
     form: Form
     answer: ResponseAnswer
     """The response before it has begun."""
+    kept_turns: list[TurnTokens] = field(default_factory=list)
+    """The tokens of its turn, as the last one, once it is over and if they are to be kept."""
+
+    def generating(self, call: Call) -> Call:
+        """The call with which it is generated."""
+        keep_turn = self.kept_turns.append if self.answer["store"] else None
+        return replace(call, turns=self.turns, keep_turn=keep_turn)
 
     def stored(self, principal: Principal, **fields: Any) -> StoredResponse:
         """Its record; `fields` are those of one that is worked on."""
@@ -116,23 +131,22 @@ class ResponseReader:
         if body.background and body.store is False:
             raise invalid((FieldViolation("store", "must not be false in the background: the response is read later"),))
         response_id, tenant = new_response_id(), call.principal.tenant
-        before: list[Item] = []
-        session = ""
-        if body.previous_response_id is not None and self._store is not None:
-            before, session = await self._store.conversation(tenant, body.previous_response_id)
+        before = await self._conversation(body, tenant)
         given = body.input
         found = await self._find_references([] if isinstance(given, str) else given, tenant)
-        items = read_items(given, response_id, before, lambda item: found.get(str(item.get("id"))))
-        return await self._made(body, response_id, before, items, session, call, request_id)
+        items = read_items(given, response_id, before.items, lambda item: found.get(str(item.get("id"))))
+        return await self._made(body, response_id, before, items, call, request_id)
 
     async def read_again(self, response_id: str, given: Mapping[str, Any], call: Call) -> ResponseCall:
         """The call of a response that is kept; `given` as `ResponseCall.given` was."""
         body = checked(given["body"], ResponseBody)
-        before: list[Item] = []
-        session = ""
-        if body.previous_response_id is not None and self._store is not None:
-            before, session = await self._store.conversation(call.principal.tenant, body.previous_response_id)
-        return await self._made(body, response_id, before, given["items"], session, call, response_id)
+        before = await self._conversation(body, call.principal.tenant)
+        return await self._made(body, response_id, before, given["items"], call, response_id)
+
+    async def _conversation(self, body: ResponseBody, tenant: str) -> KeptConversation:
+        if body.previous_response_id is None or self._store is None:
+            return NO_CONVERSATION
+        return await self._store.conversation(tenant, body.previous_response_id)
 
     async def _find_references(self, given: Sequence[Item], tenant: str) -> dict[str, Item]:
         """Items that others refer to, by their ids."""
@@ -149,23 +163,22 @@ class ResponseReader:
         self,
         body: ResponseBody,
         response_id: str,
-        before: Sequence[Item],
+        before: KeptConversation,
         items: list[Item],
-        session: str,
         call: Call,
         request_id: str,
     ) -> ResponseCall:
         model = (await self._get_model(pb.GetModelRequest(model=body.model), call)).model
         is_stored = self._store is not None and body.store is not False
-        session = body.session_id or session or (body.prompt_cache_key or "")[:LONGEST_NAME]
+        session = body.session_id or before.session or (body.prompt_cache_key or "")[:LONGEST_NAME]
         session = session or (response_id if is_stored else "")
 
         def spec_of(conversation: Sequence[Item]) -> tuple[ChatBody, pb.GenerationSpec]:
             chat = _chat_body(body, conversation, session)
             return chat, specs.chat_spec(chat, request_id)
 
-        conversation = [*before, *items]
-        is_long = bool(before) or sum(len(str(item)) for item in items) > INLINE_BYTES
+        conversation = [*before.items, *items]
+        is_long = bool(before.items) or sum(len(str(item)) for item in items) > INLINE_BYTES
         if body.truncation == "auto":
             conversation = await self._fitting(body, conversation, spec_of, call, model.max_context_tokens)
         elif len(conversation) > MOST_MESSAGES:
@@ -174,7 +187,7 @@ class ResponseReader:
         chat, spec = await run_aside(is_long, lambda: spec_of(conversation))
         answer = _answer_head(body, response_id, model, is_stored=is_stored)
         form = Form.of(chat, self._token_bytes)
-        return ResponseCall(response_id, body, items, session, spec, form, answer)
+        return ResponseCall(response_id, body, items, session, before.turns, spec, form, answer)
 
     async def _fitting(
         self, body: ResponseBody, items: list[Item], spec_of: Any, call: Call, most_tokens: int

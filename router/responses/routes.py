@@ -112,7 +112,8 @@ class ResponseRoutes:
             return self._streamed(answer["id"], 0, call, request_id) if body.stream else JSONResponse(answer)
         if body.stream:
             return self._generated(wanted, call, request_id)
-        found = await together([self._generate(pb.GenerateRequest(spec=wanted.spec), call)], request.receive)
+        asked = pb.GenerateRequest(spec=wanted.spec)
+        found = await together([self._generate(asked, wanted.generating(call))], request.receive)
         answer = wanted.events().whole(found[0])
         await self._keep(wanted, answer, call)
         return JSONResponse(answer)
@@ -124,7 +125,7 @@ class ResponseRoutes:
             await self._generate_stream(asked, call)
             await self._keep(wanted, events.answer, call)
 
-        return StreamedAnswer([wanted.spec], events, generate, call, request_id)
+        return StreamedAnswer([wanted.spec], events, generate, wanted.generating(call), request_id)
 
     async def _keep(self, wanted: ResponseCall, answer: ResponseAnswer, call: Call) -> None:
         """Keeps a response that is over, before its client is told of that. It is answered where it cannot be kept,
@@ -133,7 +134,7 @@ class ResponseRoutes:
             return
         try:
             response = wanted.stored(call.principal, status=answer["status"])
-            await self._store.add(response, wanted.given, answer)
+            await self._store.add(response, wanted.given, answer, *wanted.kept_turns[-1:])
         except (StoreAway, HttpFailure) as error:
             log.warning("response %s is not kept: %s", wanted.response_id, error)
             answer["store"] = False

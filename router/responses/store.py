@@ -5,7 +5,7 @@ tenant's, and end after KEPT_S. A record is small; what is long is in pieces, co
 
     INPUT         the body, its items and the response before it began, written first
     events        of each run in the background, some in each piece, the last one written again as it grows
-    the answer    the response that is over: of its last run, where it ran in the background
+    the answer    the response that is over, and the tokens of its turn: of its last run, where it ran in the background
 
 A conversation is a chain: each response has its own items and the id of the one before. A tenant that has as much as
 it may keep loses its oldest responses for new ones.
@@ -22,10 +22,11 @@ import secrets
 import time
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final, NamedTuple
 
 from cluster.errors import FieldViolation, NotFound
+from router.api.call import TurnTokens
 from router.api.violations import invalid, shortened
 from router.batches.store import KEPT_S, BatchStore, JsonRecord, StoredRecord, TenantLimits
 from router.openai.errors import HttpFailure
@@ -41,6 +42,8 @@ INPUT, ANSWER = 0, 1
 """The answer's piece, but of a response that runs in the background."""
 _RUN = 2**20
 """Pieces of one run: its events, and, as the last one, its answer."""
+_TURN = "turn_tokens"
+"""In the piece of an answer, beside the fields that clients are sent."""
 EVENTS_IN_PIECE = 256
 _EVICTED_AT_ONCE = 32
 _LIMITS = TenantLimits(most_bytes=MOST_KEPT_BYTES, most_files=MOST_KEPT, most_batches=0, most_open=0)
@@ -104,6 +107,18 @@ def _events_piece(run: int, number: int) -> int:
     return (run + 1) * _RUN + number
 
 
+class KeptConversation(NamedTuple):
+    """A response and all that it continues."""
+
+    items: list[Item]
+    session: str
+    turns: list[TurnTokens]
+    """Their tokens, from the first turn on that those of the last one begin with; empty where they are not kept."""
+
+
+NO_CONVERSATION = KeptConversation([], "", [])
+
+
 class ResponseStore:
     """Its methods raise StoreAway."""
 
@@ -111,11 +126,15 @@ class ResponseStore:
         self._store = store
 
     async def add(
-        self, response: StoredResponse, given: dict[str, Any], answer: ResponseAnswer | None = None
+        self,
+        response: StoredResponse,
+        given: dict[str, Any],
+        answer: ResponseAnswer | None = None,
+        turn: TurnTokens | None = None,
     ) -> KeptResponse:
         """Keeps a response; `given` as `ResponseCall.given`. Raises HttpFailure where its tenant has too many that are
         not over."""
-        pieces = {INPUT: _packed(given)} | ({} if answer is None else {ANSWER: _packed(answer)})
+        pieces = {INPUT: _packed(given)} | ({} if answer is None else {ANSWER: _packed_answer(answer, turn)})
         response = replace(response, size_bytes=sum(map(len, pieces.values())))
         for number, data in pieces.items():
             await self._store.put_piece(response.response_id, number, data)
@@ -145,9 +164,9 @@ class ResponseStore:
     async def delete(self, kept: KeptResponse) -> bool:
         return await self._store.remove(KIND, kept.response.tenant, kept.response.response_id)
 
-    async def put_answer(self, response: StoredResponse, answer: ResponseAnswer) -> int:
+    async def put_answer(self, response: StoredResponse, answer: ResponseAnswer, turn: TurnTokens | None = None) -> int:
         """Returns its compressed bytes."""
-        data = _packed(answer)
+        data = _packed_answer(answer, turn)
         await self._store.put_piece(response.response_id, response.answer_piece, data)
         return len(data)
 
@@ -164,12 +183,11 @@ class ResponseStore:
 
     async def answer(self, response: StoredResponse) -> ResponseAnswer:
         """The response, as far as it has come. Raises NotFound."""
-        if response.is_open:
-            answer: ResponseAnswer = (await self.given(response.response_id))["answer"]
-            answer["status"] = response.status
-            answer["output"] = await self.done_items(response)
-        else:
-            answer = await self._piece(response.response_id, response.answer_piece)
+        if not response.is_open:
+            return (await self._over(response))[0]
+        answer: ResponseAnswer = (await self.given(response.response_id))["answer"]
+        answer["status"] = response.status
+        answer["output"] = await self.done_items(response)
         return answer
 
     async def done_items(self, response: StoredResponse) -> list[Any]:
@@ -191,10 +209,10 @@ class ResponseStore:
             num_before += count
         return events
 
-    async def conversation(self, tenant: str, response_id: str) -> tuple[list[Item], str]:
-        """The items of a response and of all that it continues, in their order, and their session. Raises NotFound or
-        InvalidRequest."""
+    async def conversation(self, tenant: str, response_id: str) -> KeptConversation:
+        """A response and all that it continues. Raises NotFound or InvalidRequest."""
         turns: list[list[Item]] = []
+        tokens: list[TurnTokens] = []
         session, wanted = "", response_id
         while wanted:
             try:
@@ -202,16 +220,20 @@ class ResponseStore:
                 if kept.response.status not in ("completed", "incomplete"):
                     what = f"is {kept.response.status}; only one that is over, and has not failed, can be continued"
                     raise invalid((FieldViolation("previous_response_id", what),))
-                given, answer = await self.given(wanted), await self.answer(kept.response)
+                given, (answer, turn) = await self.given(wanted), await self._over(kept.response)
             except NotFound as error:
                 raise _broken_chain(response_id, wanted) from error
             turns.append(given["items"] + answer["output"])
+            if turn is not None and (not tokens or tokens[-1].num_known) and len(tokens) == len(turns) - 1:
+                tokens.append(turn)
             session = session or kept.response.session
             if len(turns) > MOST_TURNS:
                 what = f"has more than {MOST_TURNS} turns before it; begin another conversation"
                 raise invalid((FieldViolation("previous_response_id", what),))
             wanted = kept.response.previous or ""
-        return [item for turn in reversed(turns) for item in turn], session
+        if tokens and tokens[-1].num_known:
+            tokens = []
+        return KeptConversation([item for turn in reversed(turns) for item in turn], session, tokens[::-1])
 
     async def item(self, tenant: str, reference: ItemReference) -> Item | None:
         """The item that a reference stands for."""
@@ -224,6 +246,12 @@ class ResponseStore:
         except NotFound:
             return None
         return items[reference.place] if reference.place < len(items) else None
+
+    async def _over(self, response: StoredResponse) -> tuple[ResponseAnswer, TurnTokens | None]:
+        """A response that is over, and its tokens. Raises NotFound."""
+        found = await self._piece(response.response_id, response.answer_piece)
+        turn = found.pop(_TURN, None)
+        return found, None if turn is None else TurnTokens(**turn)
 
     async def _piece(self, response_id: str, number: int) -> Any:
         data = await self._store.piece(response_id, number)
@@ -239,6 +267,10 @@ class ResponseStore:
                 await self._store.remove(KIND, tenant, record.record_id)
                 return True
         return False
+
+
+def _packed_answer(answer: ResponseAnswer, turn: TurnTokens | None) -> bytes:
+    return _packed(answer if turn is None else {**answer, _TURN: asdict(turn)})
 
 
 def _packed(value: object) -> bytes:

@@ -25,6 +25,11 @@ MOST_HELD_TOKENS = 8
 class Detokenizer(Protocol):
     """The deltas of `push` and `flush`, joined, are the text of all tokens."""
 
+    @property
+    def is_whole(self) -> bool:
+        """No text is held back."""
+        ...
+
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that has become certain with these tokens; may be empty."""
         ...
@@ -43,22 +48,21 @@ class ByteDetokenizer:
         self._bytes_of = bytes_of
         self._whole = {} if whole is None else whole
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._holds_nothing = True
-        """The decoder is between two characters."""
+        self.is_whole = True
 
     def push(self, token_ids: Sequence[int]) -> str:
-        is_one = len(token_ids) == 1 and self._holds_nothing
+        is_one = len(token_ids) == 1 and self.is_whole
         if is_one and (known := self._whole.get(token_ids[0])) is not None:
             return known
         bytes_of = self._bytes_of
         text = self._decoder.decode(b"".join([bytes_of(token_id) for token_id in token_ids]))
-        self._holds_nothing = not self._decoder.getstate()[0]
-        if is_one and self._holds_nothing:
+        self.is_whole = not self._decoder.getstate()[0]
+        if is_one and self.is_whole:
             self._whole[token_ids[0]] = text
         return text
 
     def flush(self) -> str:
-        self._holds_nothing = True
+        self.is_whole = True
         return self._decoder.decode(b"", final=True)
 
 
@@ -78,6 +82,10 @@ class WindowDetokenizer:
         self._window = list(context)
         self._num_before = len(self._window)
         self._text_before = decode(self._window) if self._window else ""
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self._window) == self._num_before
 
     def push(self, token_ids: Sequence[int]) -> str:
         return "".join([self._push(token_id) for token_id in token_ids if token_id not in self._silent])

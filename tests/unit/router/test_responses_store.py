@@ -93,7 +93,7 @@ async def test_a_conversation_is_the_items_of_all_its_turns() -> None:
     store = ResponseStore(SqliteStore(None))
     for number, previous in ((1, None), (2, 1), (3, 1), (4, 3)):
         await add(store, response(number, previous))
-    items, session = await store.conversation("acme", name(4))
+    items, session, _ = await store.conversation("acme", name(4))
     assert [item["id"] for item in items] == [f"{name(n)}{end}" for n in (1, 3, 4) for end in ("", "-out")]
     assert session == "s"
     found = await store.item("acme", ItemReference(name(3), 0x8000))
