@@ -16,8 +16,8 @@ KvCacheDtypeName = Literal["auto", "int8", "fp8"]
 AttentionName = Literal["auto", "flash_attn", "triton", "varlen", "cpu"]
 KernelsName = Literal["auto", "native", "torch"]
 ToolFormatName = Literal[
-    "auto", "harmony", "kimi", "deepseek_v3", "deepseek_v31", "mistral", "glm", "seed_oss", "qwen3_coder", "hermes",
-    "pythonic", "llama3_json", "json",
+    "auto", "harmony", "kimi", "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "minimax_m2", "granite",
+    "lfm2", "mistral", "glm", "seed_oss", "qwen3_coder", "hermes", "pythonic", "llama3_json", "json",
 ]  # fmt: skip
 ModelImplName = Literal["auto", "native", "transformers"]
 AsyncStepsName = Literal["auto", "on", "off"]

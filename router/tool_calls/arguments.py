@@ -136,19 +136,23 @@ def argument(lark: Lark, tool: Tool, schema: Any, end: str, *, around: str = "")
         return before + f"({' | '.join(json.dumps(value + around) for value in values)}) {lark.literal(end)}"
     if lark.is_special(end):
         return f"{before}{lark.text_without(end)} {lark.literal(end)}"
-    value = lark.rule("VALUE", f"({lark.text_without(end)}) {json.dumps(around + end)}")
-    return before + value
+    head, rest = lark.split(around + end)
+    value = lark.rule("VALUE", f"({lark.text_without(end)}) {json.dumps(head)}")
+    return f"{before}{value} {lark.literal(rest)}".rstrip()
 
 
-def read_argument(reader: OutputReader, tool: Tool, name: str, end: str, *, around: str = "") -> Reading[None]:
-    """Reads a value and its end mark, and tells it as JSON. Raises Garbled."""
+def read_argument(
+    reader: OutputReader, tool: Tool, name: str, end: str, *, around: str = "", is_text: bool = False
+) -> Reading[None]:
+    """Reads a value and its end mark, and tells it as JSON. `is_text`: the model says that it is text. Raises
+    Garbled."""
     tell = partial(tell_argument, reader)
     properties = _mapping(tool.parameters.get("properties"))
     schema = properties.get(name, tool.parameters.get("additionalProperties", True))
-    if is_bare(tool, schema, end):
+    types, position, pieces = types_of(tool, schema), reader.position, list[str]()
+    if is_bare(tool, schema, end) or (is_text and "string" in types):
         yield from _read_text(reader, tell, end, around)
         return
-    types, position, pieces = types_of(tool, schema), reader.position, list[str]()
     is_streamed = False
     try:
         yield from reader.take_blanks()

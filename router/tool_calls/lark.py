@@ -36,6 +36,12 @@ class Lark:
             parts.append(json.dumps(text[at:]))
         return " ".join(parts)
 
+    def split(self, text: str) -> tuple[str, str]:
+        """The text before its first special token, and the rest of it."""
+        found = self._special.search(text) if self._special is not None else None
+        at = len(text) if found is None else found.start()
+        return text[:at], text[at:]
+
     def rule(self, name: str, body: str, options: str = "") -> str:
         """Adds a rule under a name like this one, unless there is one with its body, and returns its name. A name in
         capitals is a token's."""
@@ -75,8 +81,9 @@ class Lark:
         if most_tokens is not None:
             limited = self.rule("limited", "/(?s:.*)/", f"[max_tokens={most_tokens}, stop={json.dumps(mark)}]")
             return f"{limited} {self.literal(mark)}"
-        text = self.rule("TEXT", " & ".join([f"/(?s:.*){_escaped(mark)}/", *_not_beginning(starts)]))
-        return self.rule("up_to", text, "[lazy]")
+        head, rest = self.split(mark)
+        text = self.rule("TEXT", " & ".join([f"/(?s:.*){_escaped(head)}/", *_not_beginning(starts)]))
+        return f"{text} {self.literal(rest)}" if rest else self.rule("up_to", text, "[lazy]")
 
     def grammar(self, start: str) -> str:
         """The grammar whose outputs are `start`, as llguidance takes it."""

@@ -1,4 +1,7 @@
-"""Pythonic calls: an answer that is a list of Python's calls with keyword arguments, as Llama 3.2 and 4 write them."""
+"""Pythonic calls: a list of Python's calls with keyword arguments.
+
+With Llama 3.2 and 4 it is the whole answer; LFM2 writes it between marks.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,12 @@ from collections.abc import Mapping, Sequence
 
 from router.tool_calls.arguments import properties_of, schema_of, separated, tell_argument, tell_end, tell_key, types_of
 from router.tool_calls.format import Tool, ToolFormat
+from router.tool_calls.json_call import read_json_list
 from router.tool_calls.lark import Lark
 from router.tool_calls.reader import CallBegin, Garbled, OutputReader, Reading
 
 _BEGIN, _END = "<|python_start|>", "<|python_end|>"
+_CALLS, _END_CALLS = "<|tool_call_start|>", "<|tool_call_end|>"
 _DEEPEST = 64
 _NOT_IN_NAMES = "=(){}[],:;'\"\\ \t\r\n"
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
@@ -38,20 +43,7 @@ class Pythonic(ToolFormat):
             if (yield from reader.starts_with(_BEGIN)):
                 yield from reader.take(_BEGIN)
                 yield from reader.take_blanks()
-            mark = yield from reader.take("[")
-            while mark != "]":
-                yield from reader.take_blanks()
-                name = (yield from reader.take_while(lambda sign: sign not in "([{\"'")).strip()
-                yield from reader.take("(")
-                if name not in tools:
-                    raise Garbled
-                reader.tell(CallBegin(name))
-                yield from _read_arguments(reader)
-                reader.end_call()
-                yield from reader.take_blanks()
-                mark = yield from reader.take(",", "]")
-                if mark == ",":
-                    reader.begin_call(mark)
+            yield from _read_list(reader, tools)
             yield from reader.take_blanks()
             if (yield from reader.starts_with(_END)):
                 yield from reader.take(_END)
@@ -60,10 +52,60 @@ class Pythonic(ToolFormat):
         yield from reader.read_rest()
 
     def calls(self, lark: Lark, tools: Sequence[Tool], *, is_single: bool) -> Mapping[str, str]:
-        rests = {f"{tool.name}(": f'{_arguments(lark, tool)} ")"'.strip() for tool in tools}
+        rests = _calls(lark, tools)
         call = lark.rule("call", " | ".join(f"{json.dumps(begin)} {rest}" for begin, rest in rests.items()))
         more = "" if is_single else f'(", " {call})*'
         return {f"[{begin}": f'{rest} {more} "]"' for begin, rest in rests.items()}
+
+
+class Lfm2(ToolFormat):
+    """LFM2: such a list between marks, with text around it, or one of JSON objects where its prompt asks for that."""
+
+    name = "lfm2"
+    marks = (_CALLS, _END_CALLS)
+
+    def is_of(self, template: str) -> bool:
+        return _CALLS in template or "<|tool_list_start|>" in template
+
+    def read(self, reader: OutputReader, tools: Mapping[str, Tool]) -> Reading[None]:
+        while True:
+            reader.begin_call((yield from reader.read_text(_CALLS)))
+            yield from reader.take_blanks()
+            is_json = yield from reader.starts_with("[{")
+            yield from (read_json_list if is_json else _read_list)(reader, tools)
+            yield from reader.take_blanks()
+            if (yield from reader.starts_with(_END_CALLS)):
+                yield from reader.take(_END_CALLS)
+                yield from reader.take_blanks()
+
+    def calls(self, lark: Lark, tools: Sequence[Tool], *, is_single: bool) -> Mapping[str, str]:
+        rests = _calls(lark, tools).items()
+        call = lark.rule("call", " | ".join(f"{json.dumps(begin)} {rest}" for begin, rest in rests))
+        more = "" if is_single else f'(", " {call})*'
+        return {_CALLS: f'"[" {call} {more} "]" {lark.literal(_END_CALLS)}'}
+
+
+def _read_list(reader: OutputReader, tools: Mapping[str, Tool]) -> Reading[None]:
+    """Reads a list of calls, of which the first has begun. Raises Garbled."""
+    mark = yield from reader.take("[")
+    while mark != "]":
+        yield from reader.take_blanks()
+        name = (yield from reader.take_while(lambda sign: sign not in "([{\"'")).strip()
+        yield from reader.take("(")
+        if name not in tools:
+            raise Garbled
+        reader.tell(CallBegin(name))
+        yield from _read_arguments(reader)
+        reader.end_call()
+        yield from reader.take_blanks()
+        mark = yield from reader.take(",", "]")
+        if mark == ",":
+            reader.begin_call(mark)
+
+
+def _calls(lark: Lark, tools: Sequence[Tool]) -> dict[str, str]:
+    """By the text with which a call of each tool begins, an expression of Lark for the rest of it."""
+    return {f"{tool.name}(": f'{_arguments(lark, tool)} ")"'.strip() for tool in tools}
 
 
 def _arguments(lark: Lark, tool: Tool) -> str:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from router.tool_calls.deepseek import DeepSeek
 from router.tool_calls.format import ToolFormat
 from router.tool_calls.glm import Glm
+from router.tool_calls.granite import Granite
 from router.tool_calls.harmony import Harmony, HarmonyThinking
 from router.tool_calls.hermes import Hermes
+from router.tool_calls.invoke_xml import InvokeXml
 from router.tool_calls.json_call import PlainJson
 from router.tool_calls.kimi import Kimi
 from router.tool_calls.llama_json import LlamaJson
 from router.tool_calls.mistral import Mistral
-from router.tool_calls.pythonic import Pythonic
+from router.tool_calls.pythonic import Lfm2, Pythonic
 from router.tool_calls.qwen_xml import QwenXml
 from router.tool_calls.thinking import Thinking
 
@@ -20,6 +22,11 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     Kimi(),
     DeepSeek("deepseek_v3", is_fenced=True),
     DeepSeek("deepseek_v31", is_fenced=False),
+    InvokeXml("deepseek_v32", "function_calls", is_dsml=True),
+    InvokeXml("deepseek_v4", "tool_calls", is_dsml=True),
+    InvokeXml("minimax_m2", "minimax:tool_call", is_dsml=False),
+    Granite(),
+    Lfm2(),
     Mistral(),
     Glm(),
     QwenXml("seed_oss", "<seed:tool_call>", "</seed:tool_call>"),

@@ -127,6 +127,24 @@ _PYTHON_NESTED = (
     r"""[weather(city='a "b" {c} </d> \\ \xe9', where={"lat": [1.5, -2e3], 'in': {'x': "]}"}}, note=None)]"""
 )
 
+
+def _invoked(*calls: str, sign: str = "", section: str = "minimax:tool_call") -> str:
+    """`calls` are written with ~ for the sign of each mark."""
+    return f"<{sign}{section}>\n".replace("~", sign) + "".join(calls).replace("~", sign) + f"</{sign}{section}>"
+
+
+_INVOKE_ROME = (
+    '<~invoke name="weather">\n<~parameter name="city"%s>Rome</~parameter>\n<~parameter name="days"%s>2</~parameter>\n'
+    "</~invoke>\n"
+)
+_INVOKE_NESTED = (
+    '<~invoke name="weather">\n<~parameter name="city"%s>a "b" {c} </d> \\ é</~parameter>\n<~parameter name="where"%s>'
+    '{"lat": [1.5, -2e3], "in": {"x": "]}"}}</~parameter>\n<~parameter name="note"%s>null</~parameter>\n</~invoke>\n'
+)
+_INVOKE_NOW = '<~invoke name="now">\n</~invoke>\n'
+_TEXT, _VALUE = ' string="true"', ' string="false"'
+_DSML = {"sign": "｜DSML｜", "section": "function_calls"}
+
 RECORDED = [
     Recorded("hermes", "Let me see.\n" + _hermes("weather", _NESTED_JSON), [("weather", _NESTED)], "Let me see."),
     Recorded("hermes", f"{_hermes('weather', _ROME_JSON)}\n{_hermes('now', '{}')}\nDone.", _TWO, "Done."),
@@ -218,6 +236,53 @@ RECORDED = [
         f"{_CALLS}{_CALL}weather{_SEPARATOR}{_ROME_JSON}{_CALL_END}{_CALL}now{_SEPARATOR}{{}}{_CALL_END}{_CALLS_END}",
         _TWO,
     ),
+    Recorded(
+        "deepseek_v32",
+        "Both.</think>So.\n\n" + _invoked(_INVOKE_ROME % (_TEXT, _VALUE), _INVOKE_NOW, **_DSML) + "<｜end",
+        _TWO,
+        "Both.</think>So.<｜end",
+        thinking="think",
+    ),
+    Recorded("deepseek_v32", _invoked(_INVOKE_NESTED % (_TEXT, _VALUE, _VALUE), **_DSML), [("weather", _NESTED)]),
+    Recorded(
+        "deepseek_v32",
+        _invoked(
+            '<~invoke name="weather"><~parameter name="note" string="true">null</~parameter>'
+            '<~parameter name="is_metric" string="true">true</~parameter></~invoke>',
+            **_DSML,
+        ),
+        [("weather", {"note": "null", "is_metric": True})],
+    ),
+    Recorded(
+        "deepseek_v4",
+        "<think>Rome.</think>" + _invoked(_INVOKE_ROME % (_TEXT, _VALUE), sign="｜DSML｜", section="tool_calls"),
+        _TWO[:1],
+        reasoning="Rome.",
+        thinking="think",
+    ),
+    Recorded("minimax_m2", "Look.\n" + _invoked(_INVOKE_NESTED % ("", "", "")), [("weather", _NESTED)], "Look."),
+    Recorded(
+        "minimax_m2",
+        "<think>\nTwo.\n</think>\n" + _invoked(_INVOKE_ROME % ("", ""), _INVOKE_NOW),
+        _TWO,
+        reasoning="Two.",
+        thinking="think",
+    ),
+    Recorded("granite", f'<|tool_call|>[{{"name": "weather", "arguments": {_NESTED_JSON}}}]', [("weather", _NESTED)]),
+    Recorded(
+        "granite",
+        f'I call. <|tool_call|> [{{"name": "weather", "arguments": {_ROME_JSON}}}, {{"name": "now"}}]',
+        _TWO,
+        "I call.",
+    ),
+    Recorded("lfm2", f"<|tool_call_start|>{_PYTHON_NESTED}<|tool_call_end|>", [("weather", _NESTED)]),
+    Recorded(
+        "lfm2",
+        "Sure. <|tool_call_start|>[weather(city='Rome', days=2), now()]<|tool_call_end|>I look at both.",
+        _TWO,
+        "Sure.I look at both.",
+    ),
+    Recorded("lfm2", '<|tool_call_start|>[{"name": "now", "arguments": {}}]<|tool_call_end|>', [("now", {})]),
     Recorded("glm", f"Well:\n{_GLM_NESTED}", [("weather", _NESTED)], "Well:"),
     Recorded(
         "glm",
@@ -305,6 +370,15 @@ TEXT_ALONE = [
     ("glm", _GLM_NESTED.replace("</arg_key>", "</key>")),
     ("glm", "<tool_call>weather\n<arg_key>city</arg_key>\n"),
     ("kimi", f"<|tool_calls_section_begin|>{_kimi('other', 0, '{}')}<|tool_calls_section_end|>"),
+    ("deepseek_v32", _invoked(_INVOKE_ROME % (_TEXT, _VALUE), **_DSML).replace("weather", "other")),
+    ("deepseek_v32", _invoked(_INVOKE_ROME % (_TEXT, ' string="no"'), **_DSML)),
+    ("deepseek_v32", "a <｜DSML｜function_calls> b"),
+    ("minimax_m2", _invoked(_INVOKE_ROME % ("", "")).replace(">2<", ">two<")),
+    ("minimax_m2", _invoked(_INVOKE_ROME % ("", "")).partition("</parameter>\n</invoke>")[0]),
+    ("granite", '<|tool_call|>[{"name": "other", "arguments": {}}]'),
+    ("granite", "<|tool_call|>{}"),
+    ("lfm2", "<|tool_call_start|>[other(city='Rome')]<|tool_call_end|>"),
+    ("lfm2", "<|tool_call_start|>[weather('Rome')]"),
     ("json", '{"name": "weather", "arguments": {"city": "Rome"'),
     ("json", '[{"answer": 1}, {"name": "now", "arguments": {}}]'),
     ("json", '{"name": ' * 3000),

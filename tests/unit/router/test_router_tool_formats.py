@@ -116,6 +116,11 @@ TEMPLATES = {
     "seed_oss": "{{ '<seed:tool_call>\\n<function=' + name }}<seed:think>{{ tools }}",
     "llama3_json": '{{ tools }} Respond with {"name": n, "parameters": dictionary of argument name and its value}.',
     "pythonic": "{{ tools }} in the format [func_name1(params_name1=params_value1), func_name2(params)]",
+    "deepseek_v32": "{% set sign = '｜DSML｜' %}{{ '<' + sign + 'function_calls>' }}{{ message.tool_calls }}<think>",
+    "deepseek_v4": "{% set sign = '｜DSML｜' %}{{ '<' + sign + 'tool_calls>' }}{{ message.tool_calls }}<think>",
+    "minimax_m2": "{% set begin = '<minimax:tool_call>' %}{{ begin + '\\n<invoke name=' + name }}{{ tools }}<think>",
+    "granite": "{{ tools }} respond only with <|tool_call|> followed by a JSON list of the tools used.",
+    "lfm2": "{{ 'List of tools: <|tool_list_start|>[' + tools + ']<|tool_list_end|>' }}",
     "mistral": "[AVAILABLE_TOOLS] {{ tools }}[/AVAILABLE_TOOLS][TOOL_CALLS] [THINK]",
     "deepseek_v3": "{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + type + '<｜tool▁sep｜>' + '\\n```json\\n' }}",
     "deepseek_v31": "{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' }}</think>",
@@ -141,8 +146,8 @@ def test_a_template_tells_how_its_model_thinks() -> None:
     found = {name: thinking_of(template) for name, template in TEMPLATES.items()}
     names = {name: each.name for name, each in found.items() if each is not None}
     assert names == {
-        "hermes": "think", "seed_oss": "seed", "mistral": "mistral", "deepseek_v31": "think", "glm": "think",
-        "harmony": "harmony",
+        "hermes": "think", "seed_oss": "seed", "mistral": "mistral", "deepseek_v31": "think", "deepseek_v32": "think",
+        "deepseek_v4": "think", "minimax_m2": "think", "glm": "think", "harmony": "harmony",
     }  # fmt: skip
 
 

@@ -81,7 +81,7 @@ class Vocabulary:
         assert grammar is not None
         matcher = LLMatcher(self.library, grammar, log_level=0)
         assert not matcher.is_error(), matcher.get_error()
-        marks = (*form.marks, "\n</parameter>")
+        marks = (*form.marks, "\n</parameter>", "</parameter>", "</｜DSML｜parameter>")
         endings = [self.tokenizer.encode(mark).ids for mark in marks if "/" in mark or "end|" in mark]
         output, queue = list[int](), list[int]()
         end = self.library.eos_token
@@ -214,7 +214,7 @@ def test_structured_output_is_beside_calls_and_after_thinking(name: str, vocabul
     pytest.fail(f"{num_calls} calls, {num_texts} texts, {num_thoughts} thoughts")
 
 
-@pytest.mark.parametrize("name", ["qwen3_coder", "glm", "pythonic"])
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm", "pythonic", "deepseek_v32", "lfm2"])
 @pytest.mark.parametrize(
     "parameters",
     [
@@ -230,7 +230,7 @@ def test_a_schema_that_cannot_be_written_is_refused(name: str, parameters: dict[
         form.grammar({})
 
 
-@pytest.mark.parametrize("name", ["qwen3_coder", "glm", "pythonic"])
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm", "pythonic", "deepseek_v32", "lfm2"])
 @pytest.mark.parametrize("wrong", [5, [5], {"a": 5}, "a", None, [[]], True])
 def test_a_malformed_schema_is_no_error_of_the_format(name: str, wrong: object) -> None:
     """The compiler of grammars names what is wrong with it."""
@@ -241,5 +241,7 @@ def test_a_malformed_schema_is_no_error_of_the_format(name: str, wrong: object) 
         for output in (
             "<tool_call><function=f><parameter=a>x</parameter>",
             "<tool_call>f<arg_key>a</arg_key><arg_value>x",
+            '<｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="true">x',
+            "<|tool_call_start|>[f(a='x'",
         ):
             parse(form, [output])
