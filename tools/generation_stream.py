@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
@@ -44,8 +44,11 @@ class _SequenceProgress:
 
     num_tokens: int = 0
     num_characters: int = 0
+    num_units: int = 0
+    """Of parts, as `_num_units` counts them."""
     call_tokens: int = 0
     call_characters: int = 0
+    call_units: int = 0
     has_ended: bool = False
 
 
@@ -70,6 +73,7 @@ class StreamProgress:
         for sequence in self._sequences.values():
             sequence.call_tokens = index
             sequence.call_characters = sequence.num_characters if self._is_single else 0
+            sequence.call_units = sequence.num_units if self._is_single else 0
         if not self.generation_id:
             return first
         return pb.GenerationSpec(resume=pb.ResumeFrom(generation_id=self.generation_id, next_token_index=index))
@@ -95,13 +99,17 @@ class StreamProgress:
         delta, sequence = event.delta, self._sequences[event.delta.index]
         num_old = min(delta.token_count, max(0, sequence.num_tokens - sequence.call_tokens))
         old_text = min(len(delta.text), max(0, sequence.num_characters - sequence.call_characters))
+        num_units = sum(map(_num_units, delta.parts))
+        old_units = min(num_units, max(0, sequence.num_units - sequence.call_units))
         sequence.call_tokens += delta.token_count
         sequence.call_characters += len(delta.text)
+        sequence.call_units += num_units
         sequence.num_tokens = max(sequence.num_tokens, sequence.call_tokens)
         sequence.num_characters = max(sequence.num_characters, sequence.call_characters)
-        if not num_old and not old_text:
+        sequence.num_units = max(sequence.num_units, sequence.call_units)
+        if not (num_old or old_text or old_units):
             return event
-        if num_old == delta.token_count and old_text == len(delta.text):
+        if (num_old, old_text, old_units) == (delta.token_count, len(delta.text), num_units):
             return None
         rest = pb.SequenceDelta(
             index=delta.index,
@@ -110,8 +118,37 @@ class StreamProgress:
             token_ids=delta.token_ids[num_old:],
             text=delta.text[old_text:],
             logprobs=delta.logprobs[num_old:],
+            parts=_behind(delta.parts, old_units),
         )
         return Event(delta=rest, resumable=event.resumable) if event.HasField("resumable") else Event(delta=rest)
+
+
+def _num_units(part: pb.OutputPart) -> int:
+    """Characters, and one each for a call's begin and its end: a stream that is sent again has the same, cut at other
+    places."""
+    call = part.tool_call
+    return len(part.text) + len(part.reasoning) + bool(call.name) + len(call.arguments) + call.is_whole
+
+
+def _behind(parts: Iterable[pb.OutputPart], num_old: int) -> list[pb.OutputPart]:
+    """The parts without their first units."""
+    rest = []
+    for part in parts:
+        num_units, new = _num_units(part), pb.OutputPart()
+        if num_old < num_units:
+            new.CopyFrom(part)
+            if new.HasField("tool_call"):
+                has_begin = num_old > 0 and bool(new.tool_call.name)
+                if has_begin:
+                    new.tool_call.id = new.tool_call.name = ""
+                new.tool_call.arguments = part.tool_call.arguments[num_old - has_begin :]
+            elif new.HasField("reasoning"):
+                new.reasoning = part.reasoning[num_old:]
+            else:
+                new.text = part.text[num_old:]
+            rest.append(new)
+        num_old = max(0, num_old - num_units)
+    return rest
 
 
 class ResumingStream:

@@ -34,6 +34,7 @@ from router.anthropic.answers import (
 from router.anthropic.bodies import MessagesBody
 from router.anthropic.errors import NAMES, told
 from router.anthropic.specs import has_cache_marks, tool_use_id
+from router.api.call import parts_of
 from router.openai.completions import GENERATION_ID, joined_calls
 from router.openai.errors import HttpFailure, failure_of
 
@@ -67,7 +68,7 @@ class MessageForm:
 
     def _blocks(self, answer: pb.GenerateResponse, signature: str) -> list[AnswerBlock]:
         blocks: list[AnswerBlock] = []
-        parts = [part for delta in answer.outputs for part in _parts(delta)]
+        parts = [part for delta in answer.outputs for part in parts_of(delta)]
         calls = {call.index: call for call in joined_calls(parts) if call.is_whole}
         for part in parts:
             last = blocks[-1] if blocks else None
@@ -216,7 +217,7 @@ class MessageEvents:
     def _delta(self, delta: pb.SequenceDelta) -> Iterable[Mapping[str, Any]]:
         at, num_held, before = self._at, self._num_held, 0
         at.num_tokens, at.num_units = delta.first_token_index, num_held
-        for part in _parts(delta):
+        for part in parts_of(delta):
             num_units = _num_units(part)
             if before + num_units > num_held:
                 yield from self._part(part, before, max(0, num_held - before))
@@ -268,10 +269,6 @@ class MessageEvents:
         if self._at.open != "-":
             self._at.open = "-"
             yield {"type": "content_block_stop", "index": self._at.num_blocks - 1}
-
-
-def _parts(delta: pb.SequenceDelta) -> Iterable[pb.OutputPart]:
-    return delta.parts or ([pb.OutputPart(text=delta.text)] if delta.text else [])
 
 
 def _num_units(part: pb.OutputPart) -> int:

@@ -133,6 +133,11 @@ class OutputParts(Protocol):
         ...
 
 
+def parts_of(delta: generation_pb2.SequenceDelta) -> Sequence[generation_pb2.OutputPart]:
+    """What a delta holds, in order."""
+    return delta.parts or ([generation_pb2.OutputPart(text=delta.text)] if delta.text else ())
+
+
 @dataclass(frozen=True)
 class ValidatedRequest:
     """A request with every default filled in; `sampling` is never changed."""

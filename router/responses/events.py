@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from cluster.pb import generation_pb2 as pb
+from router.api.call import parts_of
 from router.openai.answers import ChatToken
 from router.openai.errors import HttpFailure
 from router.responses.answers import (
@@ -179,8 +180,7 @@ class ResponseEvents:
     def _read(self, delta: pb.SequenceDelta) -> None:
         if delta.logprobs and self._name_tokens is not None:
             self._unnamed += self._name_tokens(delta.logprobs)
-        parts = delta.parts or ([pb.OutputPart(text=delta.text)] if delta.text else ())
-        for part in parts:
+        for part in parts_of(delta):
             match part.WhichOneof("part"):
                 case "text":
                     self._grow("message", part.text)

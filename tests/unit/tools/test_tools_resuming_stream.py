@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+import itertools
+from collections.abc import AsyncIterator, Iterable, Iterator
 
 import pytest
 from hypothesis import given
@@ -66,6 +67,57 @@ def test_however_often_it_breaks_the_reader_sees_one_stream(lengths: list[int], 
     assert num_started == 1 and progress.generation_id == "gen-1"
     assert [sequence.text for sequence in transcript.sequences] == [text_of(i, 0, n) for i, n in enumerate(lengths)]
     assert [sequence.token_ids for sequence in transcript.sequences] == [list(range(n)) for n in lengths]
+
+
+PIECES = [
+    *(pb.OutputPart(reasoning=sign) for sign in "hm"),
+    *(pb.OutputPart(text=sign) for sign in "ok"),
+    pb.OutputPart(tool_call=pb.ToolCallDelta(id="call_1", name="f")),
+    *(pb.OutputPart(tool_call=pb.ToolCallDelta(arguments=piece)) for piece in ('{"a"', ": 1", "}")),
+    pb.OutputPart(tool_call=pb.ToolCallDelta(is_whole=True)),
+]
+"""One for each token."""
+
+
+def joined(pieces: Iterable[pb.OutputPart]) -> pb.OutputPart:
+    """Pieces that follow one another, as one message has them."""
+    whole = pb.OutputPart()
+    for piece in pieces:
+        call, new = whole.tool_call, piece.tool_call
+        if piece.HasField("tool_call"):
+            call.MergeFrom(pb.ToolCallDelta(id=new.id, name=new.name, is_whole=new.is_whole))
+            call.arguments += new.arguments
+        elif piece.HasField("reasoning"):
+            whole.reasoning += piece.reasoning
+        else:
+            whole.text += piece.text
+    return whole
+
+
+def delta_of(first: int, upto: int, index: int) -> Event:
+    kinds = itertools.groupby(PIECES[first:upto], key=lambda piece: piece.WhichOneof("part"))
+    parts = [joined(pieces) for _, pieces in kinds]
+    text = "".join(part.text for part in parts)
+    told = pb.SequenceDelta(index=index, first_token_index=first, token_count=upto - first, text=text, parts=parts)
+    return Event(delta=told)
+
+
+@given(data=st.data())
+def test_parts_of_several_sequences_come_once_wherever_the_stream_breaks(data: st.DataObject) -> None:
+    progress, found = StreamProgress(2), [list[pb.OutputPart]() for _ in range(2)]
+    last = len(PIECES)
+    for is_whole in (False, False, True):
+        progress.next_spec(make_spec("x", n=2))
+        at = [0, 0]
+        for number in range(2 * last) if is_whole else range(data.draw(st.integers(0, last))):
+            sequence = number % 2
+            upto = min(last, at[sequence] + data.draw(st.integers(1, 4)))
+            if upto > at[sequence] and (new := progress.new_part(delta_of(at[sequence], upto, sequence))) is not None:
+                found[sequence] += new.delta.parts
+            at[sequence] = upto
+    for parts in found:
+        kinds = [list(pieces) for _, pieces in itertools.groupby(parts, key=lambda part: part.WhichOneof("part"))]
+        assert [joined(pieces) for pieces in kinds] == list(delta_of(0, last, 0).delta.parts)
 
 
 class Calls:
