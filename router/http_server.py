@@ -31,10 +31,10 @@ from router.observe.metrics import VllmNames
 from router.openai.app import OpenAiApp
 from router.openai.batches import BatchRoutes
 from router.openai.files import FileRoutes, over_store
-from router.openai.generating import Generate, GenerateStream, LineAnswerer
+from router.openai.generating import Generate, GenerateStream, LineAnswerer, OtherLines
 from router.openai.http import Operation, Reception
 from router.responses.background import BackgroundRuns, Cancel
-from router.responses.call import ResponseReader
+from router.responses.call import NAMES, ResponseReader
 from router.responses.routes import ResponseRoutes
 from router.responses.store import ResponseStore
 from router.routing.dispatcher import Dispatcher
@@ -76,11 +76,13 @@ class HttpServer:
         self._site = site
         self._listener: HttpListener | None = None
         self._batch_store = open_batch_store(self._settings.batch_store)
-        self._batch_runner = self._new_batch_runner()
         responses = None if self._has_no_batches else ResponseStore(self._batch_store)
         self._response_reader = ResponseReader(responses, models.GetModel, models.Tokenize, tokenizer.token_bytes)
-        self._responses = responses
         self._response_runs = None if responses is None else self._new_response_runs(responses)
+        self._response_routes = ResponseRoutes(
+            self._reception, self._response_reader, generate, generate_stream, responses, self._response_runs
+        )
+        self._batch_runner = self._new_batch_runner()
 
     @property
     def address(self) -> str:
@@ -149,7 +151,11 @@ class HttpServer:
     def _new_batch_runner(self) -> BatchRunner:
         dispatcher, gate, most_bytes = self._dispatcher, self._gate, self._settings.max_message_bytes
         answerer = LineAnswerer(
-            self._generate, lambda key_id: principal_of(gate.key_of_id(key_id)), self._tokenizer.token_bytes, most_bytes
+            self._generate,
+            lambda key_id: principal_of(gate.key_of_id(key_id)),
+            self._tokenizer.token_bytes,
+            most_bytes,
+            {"/v1/responses": OtherLines(self._response_routes.answer_line, NAMES)},
         )
         return BatchRunner(
             self._batch_store,
@@ -170,14 +176,7 @@ class HttpServer:
         )
 
     def _response_operations(self) -> list[Operation]:
-        routes = ResponseRoutes(
-            self._reception,
-            self._response_reader,
-            self._generate,
-            self._generate_stream,
-            self._responses,
-            self._response_runs,
-        )
+        routes = self._response_routes
         kept = over_store(routes.kept_operations, is_refused=self._has_no_batches)
         return [*over_store(routes.operations, is_refused=False), *kept]
 

@@ -262,21 +262,23 @@ class _Usage:
     """Tokens of all answers."""
 
     def __init__(self) -> None:
-        self._input = self._output = self._cached = 0
+        self._input = self._output = self._cached = self._reasoning = 0
 
     def add(self, answers: list[bytes]) -> None:
         for data in answers:
             usage = json.loads(data)["response"]["body"]["usage"]
-            self._input += usage["prompt_tokens"]
-            self._output += usage["completion_tokens"]
-            self._cached += usage["prompt_tokens_details"]["cached_tokens"]
+            of_input, of_output = ("prompt", "completion") if "prompt_tokens" in usage else ("input", "output")
+            self._input += usage[f"{of_input}_tokens"]
+            self._output += usage[f"{of_output}_tokens"]
+            self._cached += usage[f"{of_input}_tokens_details"]["cached_tokens"]
+            self._reasoning += usage.get(f"{of_output}_tokens_details", {}).get("reasoning_tokens", 0)
 
     def as_json(self) -> dict[str, Any]:
         return {
             "input_tokens": self._input,
             "input_tokens_details": {"cached_tokens": self._cached},
             "output_tokens": self._output,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._reasoning},
             "total_tokens": self._input + self._output,
         }
 

@@ -301,7 +301,7 @@ class BatchBody(Body):
     """POST /v1/batches."""
 
     input_file_id: str
-    endpoint: Literal["/v1/chat/completions", "/v1/completions"]
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
     completion_window: Literal["24h"]
     metadata: Annotated[dict[str, str], at_most(MOST_METADATA, "pairs")] | None = None
     output_expires_after: ExpiresAfter | None = None

@@ -13,6 +13,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from starlette.requests import ClientDisconnect
@@ -288,11 +289,27 @@ async def _until_gone(receive: Receive) -> None:
     raise ClientDisconnect
 
 
+def run_last(spec: pb.GenerationSpec) -> None:
+    """Gives a request the lowest priority, unless its own is none that there is."""
+    if abs(spec.scheduling.priority) <= MOST_PRIORITY:
+        spec.scheduling.priority = -MOST_PRIORITY
+
+
+@dataclass(frozen=True)
+class OtherLines:
+    """How lines of an endpoint other than completions are answered."""
+
+    answer: Callable[[dict[str, Any], Call, str], Awaitable[Mapping[str, Any]]]
+    """(body, call, id of the request): raises as GenerationService does."""
+    names: Mapping[str, str]
+    """Names of fields of the .proto in such a body, as `failure_of` takes them."""
+
+
 class LineAnswerer:
     """Answers a line of a batch as the same body over HTTP would be, at the lowest priority, whatever its body says.
 
     A refusal for load, or for a worker that was lost, is no answer yet. `principal_of_id`: the owner of an API key, by
-    its id. `max_body_bytes`: the limit for the same body over HTTP.
+    its id. `max_body_bytes`: the limit for the same body over HTTP. `others`: by endpoint.
     """
 
     def __init__(
@@ -301,8 +318,10 @@ class LineAnswerer:
         principal_of_id: Callable[[str], Principal],
         token_bytes: TokenBytes,
         max_body_bytes: int,
+        others: Mapping[str, OtherLines] = MappingProxyType({}),
     ) -> None:
         self._generate = generate
+        self._others = others
         self._principal_of_id = principal_of_id
         self._token_bytes = token_bytes
         self._max_body_bytes = max_body_bytes
@@ -311,7 +330,8 @@ class LineAnswerer:
         try:
             return LineResult(200, await self._whole(batch, line, request_id))
         except BatonError as error:
-            failure = failure_of(error, specs.names_of(line.body))
+            other = self._others.get(batch.endpoint)
+            failure = failure_of(error, specs.names_of(line.body) if other is None else other.names)
             retry_after_s, is_refusal = None, error.grpc_code == "RESOURCE_EXHAUSTED"
             if is_refusal or error.grpc_code == "UNAVAILABLE":
                 retry_after_s = error.retry_after_s or _RETRY_AFTER_S
@@ -321,17 +341,20 @@ class LineAnswerer:
             failure = failure_of(router_failed())
             return LineResult(failure.status, failure.body)
 
-    async def _whole(self, batch: Batch, line: Line, request_id: str) -> dict[str, Any]:
+    async def _whole(self, batch: Batch, line: Line, request_id: str) -> Mapping[str, Any]:
         most = self._max_body_bytes
         if line.size_bytes > most and len(json.dumps(line.body, ensure_ascii=False).encode()) > most:
             raise too_large(most)
+        for field in ("stream", "background"):
+            if line.body.get(field) is True:
+                raise invalid((FieldViolation(field, "must be false in a batch"),))
+        if batch.endpoint in self._others:
+            call = Call(self._principal_of_id(batch.key_id))
+            return await self._others[batch.endpoint].answer(line.body, call, request_id)
         kind: BodyKind = ChatBody if batch.endpoint == "/v1/chat/completions" else CompletionBody
         wanted = await run_aside(
             line.size_bytes > INLINE_BYTES, lambda: CompletionCall.read(line.body, kind, request_id, self._token_bytes)
         )
-        if wanted.body.stream:
-            raise invalid((FieldViolation("stream", "must be false in a batch"),))
         for spec in wanted.specs:
-            if abs(spec.scheduling.priority) <= MOST_PRIORITY:
-                spec.scheduling.priority = -MOST_PRIORITY
+            run_last(spec)
         return await wanted.whole(self._generate, Call(self._principal_of_id(batch.key_id)))

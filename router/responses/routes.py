@@ -9,6 +9,7 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Receive
 
 from cluster.errors import BatonError, FieldViolation, Unavailable
 from cluster.pb import generation_pb2 as pb
@@ -17,13 +18,14 @@ from router.api.call import Call, ClientStalled
 from router.api.violations import invalid
 from router.openai.errors import HttpFailure, failure_of
 from router.openai.files import page_answer
-from router.openai.generating import CompletionEvents, Generate, GenerateStream, StreamedAnswer, together
+from router.openai.generating import CompletionEvents, Generate, GenerateStream, StreamedAnswer, run_last, together
 from router.openai.http import (
     CALLS,
     GENERATES,
     Answer,
     Operation,
     Reception,
+    checked,
     checked_texts,
     log,
     parse,
@@ -112,11 +114,23 @@ class ResponseRoutes:
             return self._streamed(answer["id"], 0, call, request_id) if body.stream else JSONResponse(answer)
         if body.stream:
             return self._generated(wanted, call, request_id)
+        return JSONResponse(await self._whole(wanted, call, request.receive))
+
+    async def answer_line(self, found: dict[str, Any], call: Call, request_id: str) -> ResponseAnswer:
+        """Answers the body of a batch's line. It is kept only if it says so: thousands would push out what the tenant
+        keeps."""
+        body = checked(found, ResponseBody)
+        wanted = await self._reader.read(body.model_copy(update={"store": bool(body.store)}), call, request_id)
+        run_last(wanted.spec)
+        return await self._whole(wanted, call)
+
+    async def _whole(self, wanted: ResponseCall, call: Call, receive: Receive | None = None) -> ResponseAnswer:
+        """Raises ClientDisconnect when `receive` says so."""
         asked = pb.GenerateRequest(spec=wanted.spec)
-        found = await together([self._generate(asked, wanted.generating(call))], request.receive)
-        answer = wanted.events().whole(found[0])
+        (found,) = await together([self._generate(asked, wanted.generating(call))], receive)
+        answer = wanted.events().whole(found)
         await self._keep(wanted, answer, call)
-        return JSONResponse(answer)
+        return answer
 
     def _generated(self, wanted: ResponseCall, call: Call, request_id: str) -> StreamedAnswer:
         events = _GeneratedEvents(wanted)

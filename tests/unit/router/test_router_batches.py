@@ -231,7 +231,10 @@ BAD_UPLOADS: list[tuple[dict[str, Any], str]] = [
 ]
 BAD_BATCHES: list[tuple[dict[str, Any], str]] = [
     ({"completion_window": "1h"}, "completion_window: should be '24h'"),
-    ({"endpoint": "/v1/embeddings"}, "endpoint: should be '/v1/chat/completions' or '/v1/completions'"),
+    (
+        {"endpoint": "/v1/embeddings"},
+        "endpoint: should be '/v1/chat/completions', '/v1/completions' or '/v1/resp",
+    ),
     ({"input_file_id": None}, "input_file_id: should be a valid string"),
     ({"colour": 1}, "colour: is not a field that is known here"),
     ({"metadata": {"a" * 65: ""}}, "metadata: keys may have 64 characters"),
