@@ -81,14 +81,15 @@ def said(draw: random.Random) -> str:
     return " ".join(draw.choices(_WORDS, k=draw.randint(4, 12))).capitalize() + "."
 
 
-def chat(stub: Any, num_turns: int, num_output: int, draw: random.Random) -> list[tuple[int, int, int]]:
+def chat(stub: Any, args: argparse.Namespace, draw: random.Random) -> list[tuple[int, int, int]]:
     """For each turn but the first: tokens of the turn before, those that its prompt begins with, those cached."""
     messages: list[dict[str, str]] = []
     asked, answers = [], []
-    for _ in range(num_turns):
+    for _ in range(args.turns):
         messages.append({"role": "user", "content": said(draw)})
         asked.append(list(messages))
-        spec = make_spec(messages, max_output_tokens=num_output, seed=draw.getrandbits(32), token_ids=True)
+        spec = make_spec(messages, max_output_tokens=args.output, seed=draw.getrandbits(32), token_ids=True)
+        spec.sampling.temperature, spec.sampling.top_p = args.temperature, 1.0
         answers.append(stub.Generate(pb.GenerateRequest(spec=spec)))
         messages.append({"role": "assistant", "content": "".join(delta.text for delta in answers[-1].outputs)})
     found, known = [], list[int]()
@@ -104,12 +105,13 @@ def chat(stub: Any, num_turns: int, num_output: int, draw: random.Random) -> lis
     return found
 
 
-def responses(address: str, num_turns: int, num_output: int, draw: random.Random) -> list[tuple[int, int]]:
+def responses(address: str, args: argparse.Namespace, draw: random.Random) -> list[tuple[int, int]]:
     """For each turn but the first: tokens of the turn before, those cached."""
     before: dict[str, Any] = {}
     found = []
-    for _ in range(num_turns):
-        body = {"model": "tiny-shakespeare", "input": said(draw), "max_output_tokens": num_output}
+    for _ in range(args.turns):
+        body = {"model": "tiny-shakespeare", "input": said(draw), "max_output_tokens": args.output}
+        body |= {"temperature": args.temperature, "top_p": 1.0}
         body |= {"seed": draw.getrandbits(32)} | ({"previous_response_id": before["id"]} if before else {})
         request = urllib.request.Request(
             f"http://{address}/v1/responses", json.dumps(body).encode(), {"content-type": "application/json"}
@@ -126,8 +128,8 @@ def measure(values: Mapping[str, Any], args: argparse.Namespace) -> dict[str, fl
     draw = random.Random(args.seed)
     with serving(values) as (address, http_address), rpc.create_blocking_channel(address) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
-        chats = [t for _ in range(args.conversations) for t in chat(stub, args.turns, args.output, draw)]
-        kept = [t for _ in range(args.conversations) for t in responses(http_address, args.turns, args.output, draw)]
+        chats = [t for _ in range(args.conversations) for t in chat(stub, args, draw)]
+        kept = [t for _ in range(args.conversations) for t in responses(http_address, args, draw)]
     num_tokens = sum(turn[0] for turn in chats)
     return {
         "turns": len(chats),
@@ -143,6 +145,7 @@ def main() -> int:
     parser.add_argument("--conversations", type=int, default=4)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--output", type=int, default=48, help="most tokens of an answer")
+    parser.add_argument("--temperature", type=float, default=1.5, help="a high one spells words in unusual tokens")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", choices=CLUSTERS)
     parser.add_argument("--json", action="store_true")

@@ -15,6 +15,7 @@ from fake_worker import STOP, pair
 from http_door import sdk, serving
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from cluster.api_keys import ApiKey, digest_of, render_keys
 from cluster.model_folder import read_model_file
 from router.api.chat_template import ChatTemplate
 from router.api.conversations import Conversations
@@ -257,8 +258,15 @@ USER: Any = {"role": "user", "content": "hello"}
 @pytest.mark.asyncio
 @pytest.mark.usefixtures("merging")
 async def test_chats_and_messages_continue_with_the_tokens_of_the_turn_before(tmp_path: Path) -> None:
-    told = Told()
-    async with serving(tmp_path, told.workers, chat_template=TEMPLATE) as (router, http), sdk(router) as client:
+    told, file = Told(), tmp_path / "keys.yaml"
+    file.write_text(
+        render_keys(tuple(ApiKey(name, digest_of(name), name, ("generate",)) for name in ("acme", "other")))
+    )
+    async with (
+        serving(tmp_path, told.workers, chat_template=TEMPLATE, keys_file=str(file)) as (router, http),
+        sdk(router, "acme") as client,
+        sdk(router, "other") as others,
+    ):
         create, usual = client.chat.completions.create, {"model": "model"}
         for told.says in (["hello"], [CALL], ["hello", "ello", "he"]):
             call: Any = {**usual, "tools": [{"type": "function", "function": FUNCTION}], "n": len(told.says)}
@@ -269,21 +277,23 @@ async def test_chats_and_messages_continue_with_the_tokens_of_the_turn_before(tm
                 more = [*messages, choice.message.to_dict(), *(results or [USER])]
                 await create(messages=more, **call)
                 assert told.is_after(first, answer)
-                for alone in ({"cache_salt": "other"}, {"cache_salt": "else"}):
-                    await create(messages=more, extra_body=alone, **call)
+                for apart in ({}, {"cache_salt": "b"}):
+                    elsewhere: Any = create if apart else others.chat.completions.create
+                    await elsewhere(messages=more, extra_body=apart, **call)
                     assert not told.is_after(first, answer) or answer == "ello"  # which has one way only
         told.says = ["hello"]
         stopped, first = await create(model="model", messages=[USER], stop="lo"), told.prompt
         await create(model="model", messages=[USER, stopped.choices[0].message.to_dict(), USER])
         assert told.is_after(first, "hel", ())
+        key = {"x-api-key": "acme"}
         for told.says in (["hello"], [CALL]):
             body = {**usual, "max_tokens": 99, "tools": [{"name": "hello", "input_schema": SCHEMA}], "messages": [USER]}
-            said, first = (await http.post("/v1/messages", json=body)).json(), told.prompt
+            said, first = (await http.post("/v1/messages", json=body, headers=key)).json(), told.prompt
             uses = [block for block in said["content"] if block["type"] == "tool_use"]
             results = [{"type": "tool_result", "tool_use_id": use["id"], "content": "hello"} for use in uses]
             body["messages"] = [USER, {"role": "assistant", "content": said["content"]}]
             body["messages"] += [{"role": "user", "content": results or "hello"}]
-            assert (await http.post("/v1/messages", json=body)).status_code == 200 and told.is_after(first)
+            assert (await http.post("/v1/messages", json=body, headers=key)).status_code == 200 and told.is_after(first)
 
 
 @pytest.mark.asyncio
@@ -291,16 +301,18 @@ async def test_chats_and_messages_continue_with_the_tokens_of_the_turn_before(tm
 async def test_a_stored_response_is_continued_with_its_tokens_by_another_router(tmp_path: Path) -> None:
     told, shared = Told(), {"batch_store": str(tmp_path / "batches.db"), "chat_template": TEMPLATE}
     before, first, spoken, given = None, list[int](), "", [USER]
-    for number, told.says in enumerate((["hello"], [CALL], ["hell"], ["hello"])):
+    for turns in ([["hello"], [CALL]], [["hell"], ["hello"]]):
         told.new_workers()
         async with serving(tmp_path, told.workers, **shared) as (router, _), sdk(router) as client:
-            usual: Any = {"model": "model", "tools": [{"type": "function", **FUNCTION, "strict": False}]}
-            asked: Any = {"input": given, "previous_response_id": before, "background": number == 2, **usual}
-            said = await client.responses.create(**asked)
-            while said.status in ("queued", "in_progress"):
-                said = await client.responses.retrieve(said.id)
-        assert not first or told.is_after(first, spoken)
-        assert "turn_tokens" not in said.to_dict()
-        before, first, spoken = said.id, told.prompt, told.says[0]
-        calls = [item.call_id for item in said.output if item.type == "function_call"]
-        given = [{"type": "function_call_output", "call_id": call_id, "output": "hello"} for call_id in calls] or [USER]
+            for told.says in turns:
+                usual: Any = {"model": "model", "tools": [{"type": "function", **FUNCTION, "strict": False}]}
+                asked: Any = {"input": given, "previous_response_id": before, "background": told.says == ["hell"]}
+                said = await client.responses.create(**asked, **usual)
+                while said.status in ("queued", "in_progress"):
+                    said = await client.responses.retrieve(said.id)
+                assert not first or told.is_after(first, spoken)
+                assert "turn_tokens" not in said.to_dict()
+                before, first, spoken = said.id, told.prompt, told.says[0]
+                calls = [item.call_id for item in said.output if item.type == "function_call"]
+                results = [{"type": "function_call_output", "call_id": each, "output": "hello"} for each in calls]
+                given = results or [USER]
