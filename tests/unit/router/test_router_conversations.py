@@ -126,7 +126,8 @@ def test_the_tokenizer_splits_between_an_answer_and_what_follows(tokenizer: Mode
 
 
 def test_tokens_without_a_text_of_their_own_are_not_taken(tokenizer: ModelTokenizer) -> None:
-    """A part of a character, which a client gets as U+FFFD, and an id that stands for nothing."""
+    """A part of a character, which a client gets as U+FFFD, an id that stands for nothing, and an end that is spelled:
+    the template writes a real one."""
     conversations = Conversations(tokenizer)
     prompt = conversations.begin(HI, SALT)
     accent = _bytes(tokenizer, "é")
@@ -134,7 +135,10 @@ def test_tokens_without_a_text_of_their_own_are_not_taken(tokenizer: ModelTokeni
     for cut, left in (([accent[0]], "\ufffd"), ([accent[0], *letters(tokenizer, "no")], "\ufffdno"), ([5000], "")):
         conversations.end(prompt, SALT, [*letters(tokenizer, "Go "), *cut])
         found = conversations.begin(f"{HI}Go {left}{BYE}", SALT)
-        assert 5000 not in found.token_ids and tokenizer.written(found.token_ids) == f"{HI}Go {left}{BYE}"
+        assert tokenizer.written(found.token_ids) == f"{HI}Go {left}{BYE}"
+        assert not {5000, accent[0]} & set(found.token_ids)
+    conversations.end(prompt, SALT, letters(tokenizer, f"Spelled.{END} More"))
+    assert conversations.begin(f"{HI}Spelled.{END}{BYE}", SALT).token_ids.count(tokenizer.special_ids[END]) == 1
     whole = [*letters(tokenizer, "Go "), *accent]
     conversations.end(prompt, SALT, whole)
     assert conversations.begin(f"{HI}Go é{BYE}", SALT).token_ids[: len(prompt.token_ids) + 5] == (
