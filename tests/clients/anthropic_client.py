@@ -217,6 +217,13 @@ def runner(base_url: str, model: str) -> Told:
     return {"asked": asked, "text": last.content[-1].text, "reason": last.stop_reason}
 
 
+def models(base_url: str, model: str) -> Told:
+    with client(base_url) as api:
+        (listed,) = checked(api.models.list()).data
+        assert checked(api.models.retrieve(model)) == listed
+    return {"id": listed.id, "most": listed.max_input_tokens}
+
+
 if __name__ == "__main__":
     answer_asked(
         chat,
@@ -234,4 +241,5 @@ if __name__ == "__main__":
         thinking,
         loop,
         runner,
+        models,
     )

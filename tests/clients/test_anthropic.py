@@ -56,6 +56,11 @@ async def test_a_loop_of_two_calls_ends_with_an_answer(ask: Any, step: str) -> N
 
 
 @NEEDS_OTHERS
+async def test_the_served_model_is_listed(ask: Any) -> None:
+    assert await ask("models") == {"id": "model", "most": router_harness.MAX_MODEL_LEN - 1}
+
+
+@NEEDS_OTHERS
 async def test_a_stream_has_thinking_text_and_a_call(ask: Any) -> None:
     told = await ask("thinking")
     thought, said, called = told["content"]
