@@ -54,6 +54,8 @@ class CallItem(TypedDict):
     call_id: str
     name: str
     arguments: str
+    namespace: NotRequired[str]
+    """Of a function that is in one."""
 
 
 OutputItem: TypeAlias = MessageItem | ReasoningItem | CallItem

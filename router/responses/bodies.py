@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
 
 from router.api.call import MOST_MESSAGES, MOST_TOOLS, Effort
 from router.openai.bodies import MOST_METADATA, Body, Items, at_most
@@ -48,6 +48,37 @@ class FunctionTool(Body):
     parameters: dict[str, Any] | None = None
     """The JSON schema of its arguments."""
     strict: bool | None = None
+
+
+class NamespaceTool(Body):
+    """Functions whose names hold within it."""
+
+    type: Literal["namespace"]
+    name: str
+    description: str | None = None
+    """Without effect: each of its functions has its own."""
+    tools: Annotated[Items[FunctionTool], at_most(MOST_TOOLS, "tools")]
+
+
+class WebSearchTool(BaseModel):
+    """A tool that OpenAI runs by itself. Nothing runs it here, so the model is not told of it."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+    type: Literal["web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"]
+
+
+def _tool_tag(found: Any) -> str:
+    """Names the type of a tool in a way that is no name of a field, so that paths of errors leave it out."""
+    kind = str(found.get("type") if isinstance(found, dict) else getattr(found, "type", None))
+    return "<namespace>" if kind == "namespace" else "<search>" if kind.startswith("web_search") else "<function>"
+
+
+Tool = Annotated[
+    Annotated[FunctionTool, Tag("<function>")]
+    | Annotated[NamespaceTool, Tag("<namespace>")]
+    | Annotated[WebSearchTool, Tag("<search>")],
+    Discriminator(_tool_tag),
+]
 
 
 class ChosenFunction(Body):
@@ -97,7 +128,7 @@ class ResponseBody(Body):
     input: str | InputItems
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: Annotated[Items[FunctionTool], at_most(MOST_TOOLS, "tools")] | None = None
+    tools: Annotated[Items[Tool], at_most(MOST_TOOLS, "tools")] | None = None
     tool_choice: Literal["auto", "none", "required"] | ChosenFunction | ChosenFunctions | None = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: int | None = Field(default=None, ge=1)

@@ -22,9 +22,18 @@ from router.openai.completions import Form
 from router.openai.http import checked
 from router.openai.logprobs import TokenBytes, chat_logprobs
 from router.responses.answers import ResponseAnswer, ToldEvents
-from router.responses.bodies import AS_IN_CHATS, LONGEST_KEY, LONGEST_VALUE, ChosenFunction, ResponseBody
+from router.responses.bodies import (
+    AS_IN_CHATS,
+    LONGEST_KEY,
+    LONGEST_VALUE,
+    ChosenFunction,
+    FunctionTool,
+    NamespaceTool,
+    ResponseBody,
+    Tool,
+)
 from router.responses.events import ResponseEvents
-from router.responses.items import Item, ItemReference, is_reference, messages_of, read_items
+from router.responses.items import Item, ItemReference, is_reference, messages_of, name_in, read_items
 from router.responses.store import (
     NO_CONVERSATION,
     KeptConversation,
@@ -251,8 +260,7 @@ def _chat_body(body: ResponseBody, items: Sequence[Item], session: str) -> ChatB
     first = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     fields["messages"] = [*first, *messages_of(items)]
     if body.tools:
-        functions = [tool.model_dump(exclude_none=True, exclude={"type"}) for tool in body.tools]
-        fields["tools"] = [{"type": "function", "function": function} for function in functions]
+        fields["tools"] = [{"type": "function", "function": each} for tool in body.tools for each in _functions(tool)]
     choice = body.tool_choice
     if choice is not None:
         fields["tool_choice"] = choice if isinstance(choice, str) else _named_choice(choice)
@@ -271,6 +279,24 @@ def _chat_body(body: ResponseBody, items: Sequence[Item], session: str) -> ChatB
     if session:
         fields["session_id"] = session
     return checked(fields, ChatBody)
+
+
+def _functions(tool: Tool) -> list[dict[str, Any]]:
+    """The functions of a tool by the names that the model knows them by."""
+    if isinstance(tool, FunctionTool):
+        return [tool.model_dump(exclude_none=True, exclude={"type"})]
+    if isinstance(tool, NamespaceTool):
+        functions = [function for each in tool.tools for function in _functions(each)]
+        return [{**function, "name": name_in(tool.name, function["name"])} for function in functions]
+    return []
+
+
+def _told_tool(tool: FunctionTool | NamespaceTool) -> dict[str, Any]:
+    """A tool as answers have it."""
+    told: dict[str, Any] = {"description": None} | tool.model_dump(exclude_none=True)
+    if isinstance(tool, NamespaceTool):
+        return told | {"description": tool.description or "", "tools": [_told_tool(each) for each in tool.tools]}
+    return {"parameters": None, "strict": None} | told
 
 
 def _named_choice(choice: Any) -> dict[str, Any]:
@@ -293,10 +319,7 @@ def _or_default(given: float | None, default: float) -> float:
 def _answer_head(body: ResponseBody, response_id: str, model: pb.Model, *, is_stored: bool) -> ResponseAnswer:
     defaults = model.default_sampling
     text = {} if body.text is None else body.text.model_dump(by_alias=True, exclude_none=True)
-    tools = [
-        {"description": None, "parameters": None, "strict": None} | tool.model_dump(exclude_none=True)
-        for tool in body.tools or ()
-    ]
+    tools = [_told_tool(tool) for tool in body.tools or () if isinstance(tool, FunctionTool | NamespaceTool)]
     choice = body.tool_choice or "auto"
     effort = None if body.reasoning is None else body.reasoning.effort
     return {

@@ -40,7 +40,7 @@ from router.responses.answers import (
     ResponseUsage,
     ToldEvents,
 )
-from router.responses.items import encode_reasoning, item_id
+from router.responses.items import encode_reasoning, item_id, name_in
 
 Kind = Literal["message", "reasoning", "function_call"]
 _MOST_BEFORE_START = 2
@@ -61,6 +61,7 @@ class _OpenItem:
     call_index: int = -1
     call_id: str = ""
     name: str = ""
+    namespace: str = ""
 
     @property
     def part(self) -> OutputText | ReasoningText:
@@ -79,6 +80,8 @@ class _OpenItem:
                 "name": self.name,
                 "arguments": self.text,
             }
+            if self.namespace:
+                call["namespace"] = self.namespace
             return call
         if self.kind == "message":
             message: MessageItem = {
@@ -116,6 +119,12 @@ class ResponseEvents:
         self.answer = answer
         self._name_tokens = name_tokens
         self._encodes_reasoning = encodes_reasoning
+        self._namespaces = {
+            name_in(space["name"], tool["name"]): (space["name"], tool["name"])
+            for space in answer["tools"]
+            for tool in space.get("tools", ())
+        }
+        """By the name of a function that is in one: it, and the function's name there."""
         self._told = told or ToldEvents()
         self._num_events = self._told.num_events
         self._position = 0
@@ -230,7 +239,8 @@ class ResponseEvents:
         index = len(self.answer["output"])
         self._open = item = _OpenItem(kind, index, item_id(kind, self.answer["id"], index))
         if call is not None:
-            item.call_index, item.call_id, item.name = call.index, call.id, call.name
+            item.call_index, item.call_id = call.index, call.id
+            item.namespace, item.name = self._namespaces.get(call.name, ("", call.name))
         self._tell("response.output_item.added", output_index=index, item=item.item("in_progress"))
         if kind != "function_call":
             self._piece(item, "response.content_part.added", content_index=0, part=item.part)

@@ -33,7 +33,7 @@ _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal"
 _ROLES = ("user", "assistant", "system", "developer")
 _KNOWN: dict[str, tuple[str, ...]] = {
     "message": ("role", "content", "phase"),
-    "function_call": ("call_id", "name", "arguments"),
+    "function_call": ("call_id", "name", "arguments", "namespace"),
     "function_call_output": ("call_id", "output", "name"),
     "reasoning": ("summary", "content", "encrypted_content"),
 }
@@ -70,6 +70,11 @@ def is_reference(item: Mapping[str, Any]) -> bool:
     """Whether it stands for an item that is kept."""
     kind = item.get("type")
     return kind == "item_reference" or (kind is None and "role" not in item and "id" in item)
+
+
+def name_in(namespace: str, name: str) -> str:
+    """The name by which the model knows a function of a namespace."""
+    return f"{namespace}__{name}"
 
 
 def encode_reasoning(text: str) -> str:
@@ -154,6 +159,7 @@ def _texts(content: object, field: str, wrong: Violations) -> list[str]:
 
 def _call(item: Item, field: str, called: set[str], wrong: Violations) -> Item:
     call_id, name, arguments = item.get("call_id"), item.get("name"), item.get("arguments")
+    namespace = item.get("namespace")
     if not isinstance(call_id, str) or not call_id:
         wrong.add(f"{field}.call_id", "must be the id of the call")
     else:
@@ -162,7 +168,10 @@ def _call(item: Item, field: str, called: set[str], wrong: Violations) -> Item:
         wrong.add(f"{field}.name", "must be the name of a function")
     if not _is_object(arguments):
         wrong.add(f"{field}.arguments", "must be the text of a JSON object")
-    return {"status": "completed", "call_id": call_id, "name": name, "arguments": arguments}
+    if namespace is not None and not isinstance(namespace, str):
+        wrong.add(f"{field}.namespace", "must be the name of a namespace among the tools")
+    call = {"status": "completed", "call_id": call_id, "name": name, "arguments": arguments}
+    return call | ({"namespace": namespace} if namespace else {})
 
 
 def _is_object(text: object) -> bool:
@@ -243,7 +252,8 @@ def _begins_a_message(item: Item, turn: Mapping[str, Any]) -> bool:
 
 def _add_to_turn(turn: dict[str, Any], item: Item) -> None:
     if item["type"] == "function_call":
-        function = {"name": item["name"], "arguments": item["arguments"]}
+        name = name_in(item["namespace"], item["name"]) if "namespace" in item else item["name"]
+        function = {"name": name, "arguments": item["arguments"]}
         turn.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
     elif item["type"] == "reasoning":
         text = "".join(part["text"] for part in item["content"])

@@ -34,6 +34,7 @@ WEATHER: Any = {
     "strict": False,
 }
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+RESULT = {"type": "function_call_output", "output": "warm"}
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
@@ -117,6 +118,21 @@ async def test_thinking_text_and_calls_are_items(tmp_path: Path) -> None:
     assert kinds.count("response.function_call_arguments.done") == 2 and "response.reasoning_text.delta" in kinds
     deltas = [e["delta"] for e in events if e["type"] == "response.function_call_arguments.delta"]
     assert "".join(deltas) == 2 * '{"city": "Rome"}'
+
+
+async def test_a_function_of_a_namespace_is_called_within_it_and_web_search_is_left_out(tmp_path: Path) -> None:
+    """As Codex has them."""
+    prefill, decode = pair(in_turn(f"So.{CALL.replace('weather', 'sky__weather')}", "It is warm."), STOP)
+    sky = {"type": "namespace", "name": "sky", "description": "Of the sky", "tools": [WEATHER]}
+    tools = [sky, {"type": "web_search", "external_web_access": False}]
+    async with serving(tmp_path, (prefill, decode), chat_template=TEMPLATE) as (_, http):
+        first = checked(await http.post("/v1/responses", json=body(tools=tools)))
+        called = first["output"][1]
+        items = [{"role": "user", "content": "hi"}, called, {"call_id": called["call_id"], **RESULT}]
+        checked(await http.post("/v1/responses", json=body(items, tools=tools)))
+    assert (called["namespace"], called["name"]) == ("sky", "weather")
+    assert [tool["name"] for tool in first["tools"]] == ["sky"]
+    assert '{"name": "sky__weather"' in TOKENIZER.decode(list(decode.admits[1].prompt_token_ids))
 
 
 async def test_a_conversation_goes_on_from_what_is_kept(tmp_path: Path) -> None:
@@ -297,7 +313,8 @@ async def test_truncation_leaves_out_the_oldest_items(tmp_path: Path) -> None:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"conversation": "conv_1"}, "conversation"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"type": "web_search"}, {"type": "file_search"}]}, "tools[1].type"),
+    ({"tools": [{"type": "namespace", "name": "a", "tools": [WEATHER | {"name": 5}]}]}, "tools[0].tools[0].name"),
     ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
     ({"tool_choice": {"type": "function", "name": "other"}, "tools": [WEATHER]}, "tool_choice"),
     ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": 5}}}}, "text.format.schema"),
