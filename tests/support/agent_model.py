@@ -1,4 +1,5 @@
-"""A model folder without weights whose chat template has tools, for scripts that call them (docs/timed.md)."""
+"""A model folder without weights whose chat template has tools and thinking, for scripts that use them
+(docs/timed.md)."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ TEMPLATE = """{% if tools %}<|im_start|>system
 {"name": <function-name>, "arguments": <args-json-object>}
 </tool_call><|im_end|>
 {% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content or '' }}{% for call in message.tool_calls or [] %}
+{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>
+{% endif %}{{ message.content or '' }}{% for call in message.tool_calls or [] %}
 <tool_call>
 {"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
 </tool_call>{% endfor %}<|im_end|>
@@ -27,14 +29,14 @@ def call(name: str, **arguments: str) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def make_model(folder: Path) -> Path:
-    """The bundled model's tokenizer with a template that knows tools, and room for long conversations; no weights."""
+def make_model(folder: Path, max_model_len: int = 65536) -> Path:
+    """The bundled model's tokenizer with a template that knows both, and room for long conversations; no weights."""
     folder.mkdir()
     for name in ("tokenizer.json", "generation_config.json"):
         shutil.copy(BUNDLED_MODEL / name, folder)
     for name, more in (
-        ("config.json", {"max_position_embeddings": 65536}),
-        ("tokenizer_config.json", {"chat_template": TEMPLATE, "model_max_length": 65536}),
+        ("config.json", {"max_position_embeddings": max_model_len}),
+        ("tokenizer_config.json", {"chat_template": TEMPLATE, "model_max_length": max_model_len}),
     ):
         (folder / name).write_text(json.dumps({**json.loads((BUNDLED_MODEL / name).read_text()), **more}))
     return folder
