@@ -17,6 +17,8 @@ class Lark:
         self._rules: dict[str, str] = {}
         self._names: dict[str, str] = {}
         """The names of rules by all else that they are."""
+        self._inner: dict[str, str] = {}
+        """Grammars of their own, by name."""
         longest_first = sorted(special_ids, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
@@ -72,14 +74,19 @@ class Lark:
 
     def text_up_to(self, mark: str, *, starts: Sequence[str] = (), most_tokens: int | None = None) -> str:
         """An expression for any text up to the first such mark, and it. The text begins with none of `starts`.
-        `most_tokens`: it has no more; a mark that has begun by then begins again."""
+        `most_tokens`: it has no more."""
         if self.is_special(mark):
             text = self.text_not_beginning(starts, mark)
             if most_tokens is not None:
                 text = self.rule("limited", text, f"[max_tokens={most_tokens}]")
             return f"{text} {self.literal(mark)}"
         if most_tokens is not None:
-            limited = self.rule("limited", "/(?s:.*)/", f"[max_tokens={most_tokens}, stop={json.dumps(mark)}]")
+            # A lexeme with `stop` and `max_tokens` would say it in one line, but the library panics when it computes
+            # what may follow a part of the stop. A grammar's limit is looked at where a lexeme ends, one token late.
+            begun = " | ".join(json.dumps(mark[:end]) for end in range(1, len(mark)))
+            other = f"/[^{_escaped(mark[0])}]+/"
+            self._inner["unmarked"] = f"start: (other | BEGUN)*\nother[max_tokens=1]: {other}\nBEGUN: {begun}"
+            limited = self.rule("limited", "@unmarked", f"[max_tokens={max(0, most_tokens - 1)}]")
             return f"{limited} {self.literal(mark)}"
         head, rest = self.split(mark)
         text = self.rule("TEXT", " & ".join([f"/(?s:.*){_escaped(head)}/", *_not_beginning(starts)]))
@@ -88,7 +95,8 @@ class Lark:
     def grammar(self, start: str) -> str:
         """The grammar whose outputs are `start`, as llguidance takes it."""
         text = "\n".join([f"start: {start}", *self._rules.values()])
-        return json.dumps({"grammars": [{"lark_grammar": text}]})
+        inner = [{"name": name, "lark_grammar": each} for name, each in self._inner.items()]
+        return json.dumps({"grammars": [{"lark_grammar": text}, *inner]})
 
 
 def _escaped(text: str) -> str:

@@ -78,7 +78,7 @@ async def test_effort_none_turns_thinking_off_and_a_budget_bounds_it(tmp_path: P
     *_, admit = await asked(
         tmp_path, "a</think>Yes.", THINKS, tools=openai.omit, extra_body={"thinking_token_budget": 7}
     )
-    assert "max_tokens=7" in admit.sampling.grammar
+    assert "max_tokens=6" in admit.sampling.grammar  # which the library looks at one token late
 
 
 @pytest.mark.parametrize(
