@@ -15,8 +15,9 @@
 #   make soak           60 % of the capacity for MINUTES=60 with faults that kill nothing, then with a kill every 20 s; may
 #                       be interrupted and goes on (STATE=build/soak); PHASE=stops or PHASE=kills does one of the two
 #   make malformed      10,000 malformed requests of each kind at a running router and a running cluster
-#   make test-clients   OpenAI's and Anthropic's clients, LiteLLM, LangChain and agents of many libraries at clusters; all but the
-#                       first get .venv-clients, and the AI SDK its node_modules where there is npm
+#   make test-clients   OpenAI's and Anthropic's clients, LiteLLM and its proxy, LangChain and agents of many libraries at clusters;
+#                       all but the first get .venv-clients, and the AI SDK its node_modules where there is npm; Codex and Claude
+#                       Code where they are on the path
 #   make test-schema    schemathesis (.venv-schema) at the HTTP API of a running cluster for SECONDS=600
 #   make test-deploy    `ray up` on three machines made of namespaces; needs root, installs sshd and the like
 #   make test-prometheus  Prometheus over a running cluster: pages, alerts, the dashboard's queries

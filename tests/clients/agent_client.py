@@ -11,35 +11,11 @@ import os
 from typing import Any
 
 from asked import TIMEOUT_S, Told, answer_asked
+from weather import AT_ONCE, DESCRIPTION, MOST_TURNS, NAME, PARAMETERS, QUESTION, Weather
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 
-QUESTION = "Which is warmer, Rome or Oslo?"
-AT_ONCE = "Ask for both at once: Rome or Oslo?"
-DEGREES = {"Rome": 21, "Oslo": 4}
-MOST_TURNS = 5
-TOOL: Any = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "Tells the weather of a city.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
-}
-
-
-class Weather:
-    """The tool, which keeps what it was asked for."""
-
-    def __init__(self) -> None:
-        self.cities: list[str] = []
-
-    def of(self, city: str) -> str:
-        self.cities.append(city)
-        return f"{city} has {DEGREES[city]} degrees."
-
-    def told(self, text: object) -> Told:
-        return {"text": text, "cities": self.cities}
+TOOL: Any = {"type": "function", "function": {"name": NAME, "description": DESCRIPTION, "parameters": PARAMETERS}}
 
 
 def loop(question: str, ask: Any) -> Told:
@@ -107,16 +83,17 @@ def litellm_stream(base_url: str, model: str) -> Told:
     return _litellm(base_url, model, is_streamed=True)
 
 
-def _agents(base_url: str, model: str) -> tuple[Any, Weather]:
+def _agents(base_url: str, model: str, *, speaks_responses: bool = False) -> tuple[Any, Weather]:
     import agents
     import openai
 
     weather = Weather()
     agents.set_tracing_disabled(True)
     api = openai.AsyncOpenAI(base_url=base_url, api_key="none", timeout=TIMEOUT_S, max_retries=0)
-    tool = agents.function_tool(weather.of, name_override="weather")
-    chat = agents.OpenAIChatCompletionsModel(model=model, openai_client=api)
-    return agents.Agent(name="Meteorologist", instructions="Be brief.", model=chat, tools=[tool]), weather
+    tool = agents.function_tool(weather.of, name_override=NAME)
+    kind = agents.OpenAIResponsesModel if speaks_responses else agents.OpenAIChatCompletionsModel
+    spoken = kind(model=model, openai_client=api)
+    return agents.Agent(name="Meteorologist", instructions="Be brief.", model=spoken, tools=[tool]), weather
 
 
 async def openai_agents(base_url: str, model: str) -> Told:
@@ -127,29 +104,41 @@ async def openai_agents(base_url: str, model: str) -> Told:
 
 
 async def openai_agents_stream(base_url: str, model: str) -> Told:
+    return await _agents_streamed(*_agents(base_url, model))
+
+
+async def openai_agents_responses(base_url: str, model: str) -> Told:
+    return await _agents_streamed(*_agents(base_url, model, speaks_responses=True))
+
+
+async def _agents_streamed(agent: Any, weather: Weather) -> Told:
     import agents
 
-    agent, weather = _agents(base_url, model)
     result = agents.Runner.run_streamed(agent, QUESTION, max_turns=MOST_TURNS)
     async for _ in result.stream_events():
         pass
     return weather.told(result.final_output)
 
 
-def _langgraph(base_url: str, model: str) -> tuple[Any, Weather]:
+def _langgraph(base_url: str, model: str, **more: Any) -> tuple[Any, Weather]:
     from langchain.agents import create_agent
     from langchain_core.tools import StructuredTool
     from langchain_openai import ChatOpenAI
 
     weather = Weather()
     given: Any = {"base_url": base_url, "api_key": "none", "timeout": TIMEOUT_S, "max_retries": 0}
-    tool = StructuredTool.from_function(weather.of, name="weather", description="Tells the weather of a city.")
-    return create_agent(ChatOpenAI(model=model, **given), [tool]), weather
+    tool = StructuredTool.from_function(weather.of, name=NAME, description=DESCRIPTION)
+    return create_agent(ChatOpenAI(model=model, **given, **more), [tool]), weather
 
 
 def langgraph(base_url: str, model: str) -> Told:
     agent, weather = _langgraph(base_url, model)
     return weather.told(agent.invoke({"messages": [("user", QUESTION)]})["messages"][-1].content)
+
+
+def langgraph_responses(base_url: str, model: str) -> Told:
+    agent, weather = _langgraph(base_url, model, use_responses_api=True)
+    return weather.told(agent.invoke({"messages": [("user", QUESTION)]})["messages"][-1].text)
 
 
 def langgraph_stream(base_url: str, model: str) -> Told:
@@ -175,18 +164,24 @@ def langchain(base_url: str, model: str) -> Told:
     return weather.told(None)
 
 
-def _pydantic_ai(base_url: str, model: str) -> tuple[Any, Weather]:
+def _pydantic_ai(base_url: str, model: str, *, speaks_responses: bool = False) -> tuple[Any, Weather]:
     from pydantic_ai import Agent, Tool
-    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
     weather = Weather()
-    chat = OpenAIChatModel(model, provider=OpenAIProvider(base_url=base_url, api_key="none"))
-    return Agent(chat, tools=[Tool(weather.of, name="weather", takes_ctx=False)]), weather
+    kind = OpenAIResponsesModel if speaks_responses else OpenAIChatModel
+    spoken = kind(model, provider=OpenAIProvider(base_url=base_url, api_key="none"))
+    return Agent(spoken, tools=[Tool(weather.of, name=NAME, takes_ctx=False)]), weather
 
 
 async def pydantic_ai(base_url: str, model: str) -> Told:
     agent, weather = _pydantic_ai(base_url, model)
+    return weather.told((await agent.run(QUESTION)).output)
+
+
+async def pydantic_ai_responses(base_url: str, model: str) -> Told:
+    agent, weather = _pydantic_ai(base_url, model, speaks_responses=True)
     return weather.told((await agent.run(QUESTION)).output)
 
 
@@ -231,6 +226,7 @@ def instructor(base_url: str, model: str) -> Told:
 if __name__ == "__main__":
     answer_asked(
         *(openai_chat, openai_stream, openai_parallel, openai_parallel_stream, litellm_chat, litellm_stream),
-        *(openai_agents, openai_agents_stream, langchain, langgraph, langgraph_stream),
-        *(pydantic_ai, pydantic_ai_stream, instructor),
+        *(openai_agents, openai_agents_stream, openai_agents_responses),
+        *(langchain, langgraph, langgraph_stream, langgraph_responses),
+        *(pydantic_ai, pydantic_ai_stream, pydantic_ai_responses, instructor),
     )

@@ -3,7 +3,6 @@ event, and one with a field that it does not know fails."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
@@ -19,19 +18,16 @@ from asked import (
     WRONG_TEMPERATURE,
     Told,
     answer_asked,
+    checked,
     told,
     told_error,
 )
+from weather import DESCRIPTION, MOST_TURNS, NAME, PARAMETERS, QUESTION, Weather
 
 GREEDY: Any = {"extra_body": {"temperature": 0}}
 GIVEN: Any = {"messages": MESSAGES, "max_tokens": NUM_TOKENS, **GREEDY}
 REASONS = {"end_turn": "stop", "stop_sequence": "stop", "max_tokens": "length"}
-WEATHER: Any = {
-    "name": "weather",
-    "description": "The weather of a city.",
-    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-}
-ANSWERS = {"Rome": "warm", "Oslo": "cold"}
+TOOL: Any = {"name": NAME, "description": DESCRIPTION, "input_schema": PARAMETERS}
 
 
 def _options(base_url: str, max_retries: int) -> Any:
@@ -50,22 +46,6 @@ def client(base_url: str, max_retries: int = 0) -> anthropic.Anthropic:
 
 def async_client(base_url: str, max_retries: int = 0) -> anthropic.AsyncAnthropic:
     return anthropic.AsyncAnthropic(**_options(base_url, max_retries))
-
-
-def checked(answer: Any) -> Any:
-    unknown = list(_unknown(answer))
-    assert not unknown, f"the client does not know {unknown}"
-    return answer
-
-
-def _unknown(found: Any) -> Iterator[str]:
-    if isinstance(found, pydantic.BaseModel):
-        yield from found.model_extra or ()
-        for name in type(found).model_fields:
-            yield from _unknown(getattr(found, name))
-    elif isinstance(found, list):
-        for each in found:
-            yield from _unknown(each)
 
 
 def told_message(message: Any) -> Told:
@@ -171,50 +151,44 @@ def count(base_url: str, model: str) -> Told:
         return {"counted": counted, "used": told_message(api.messages.create(**given, max_tokens=1))["prompt_tokens"]}
 
 
+ASKED: Any = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 2000}
+
+
 def thinking(base_url: str, model: str) -> Told:
     """Of a stream: the kinds of its events in their order, and what came of them."""
-    given: Any = {"model": model, "messages": MESSAGES, "max_tokens": 100, "tools": [WEATHER]}
-    with client(base_url) as api, api.messages.stream(**given, thinking={"type": "adaptive"}) as stream:
+    thinks: Any = {"type": "enabled", "budget_tokens": 1024}
+    with client(base_url) as api, api.messages.stream(model=model, **ASKED, tools=[TOOL], thinking=thinks) as stream:
         kinds = [checked(event).type for event in stream]
-        message = stream.get_final_message()
+        message = checked(stream.get_final_message())
     return {"kinds": kinds, "content": [block.model_dump() for block in message.content], "reason": message.stop_reason}
 
 
 def loop(base_url: str, model: str) -> Told:
     """Calls the tool for as long as the model asks for it; each answer goes back with its thinking."""
-    messages: list[Any] = list(MESSAGES)
-    asked = []
+    weather, messages = Weather(), list(ASKED["messages"])
     with client(base_url) as api:
-        while True:
-            message = checked(api.messages.create(model=model, max_tokens=100, messages=messages, tools=[WEATHER]))
+        for _ in range(MOST_TURNS):
+            given = ASKED | {"messages": messages}
+            message = checked(api.messages.create(model=model, **given, tools=[TOOL]))
             calls = [block for block in message.content if block.type == "tool_use"]
             if not calls:
-                return {"asked": asked, "text": message.content[-1].text, "reason": message.stop_reason}
-            asked += [call.input["city"] for call in calls]
+                return weather.told(message.content[-1].text) | {"reason": message.stop_reason}
             results = [
-                {"type": "tool_result", "tool_use_id": call.id, "content": ANSWERS[call.input["city"]]}
-                for call in calls
+                {"type": "tool_result", "tool_use_id": call.id, "content": weather.of(**call.input)} for call in calls
             ]
             messages += [message.to_param(), {"role": "user", "content": results}]
+    return weather.told(None)
 
 
 def runner(base_url: str, model: str) -> Told:
     """The client's own loop over tools, whose answers are streamed."""
-    asked = []
-
-    @beta_tool
-    def weather(city: str) -> str:
-        """The weather of a city."""
-        asked.append(city)
-        return ANSWERS[city]
-
+    weather, last = Weather(), None
+    tool = beta_tool(weather.of, name=NAME, description=DESCRIPTION, input_schema=PARAMETERS)
     with client(base_url) as api:
-        given: Any = {"model": model, "max_tokens": 100, "messages": MESSAGES, "tools": [weather]}
-        last = None
-        for stream in api.beta.messages.tool_runner(**given, stream=True):
-            last = stream.get_final_message()
+        for stream in api.beta.messages.tool_runner(model=model, **ASKED, tools=[tool], stream=True):
+            last = checked(stream.get_final_message())
     assert last is not None
-    return {"asked": asked, "text": last.content[-1].text, "reason": last.stop_reason}
+    return weather.told(last.content[-1].text) | {"reason": last.stop_reason}
 
 
 def models(base_url: str, model: str) -> Told:

@@ -14,8 +14,10 @@ import inspect
 import json
 import sys
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from typing import Any
+
+import pydantic
 
 MESSAGES: list[dict[str, str]] = [{"role": "user", "content": "Good morrow, fair Juliet."}]
 NUM_TOKENS = 40
@@ -61,6 +63,23 @@ def told_chunks(chunks: list[Any]) -> Told:
     reason = next(c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason)
     usage = next(c.usage for c in chunks if getattr(c, "usage", None))
     return told("".join(texts), reason, usage.prompt_tokens, usage.completion_tokens) | {"num_chunks": len(chunks)}
+
+
+def checked(answer: Any, but_for: Collection[str] = ()) -> Any:
+    """An answer or an event, in which a client's own models know every field but for those."""
+    unknown = set(_unknown(answer)) - set(but_for)
+    assert not unknown, f"the client does not know {unknown} of {type(answer).__name__}"
+    return answer
+
+
+def _unknown(found: Any) -> Iterator[str]:
+    if isinstance(found, pydantic.BaseModel):
+        yield from found.model_extra or ()
+        for name in type(found).model_fields:
+            yield from _unknown(getattr(found, name))
+    elif isinstance(found, list):
+        for each in found:
+            yield from _unknown(each)
 
 
 def told_error(error: Exception) -> Told:
