@@ -128,7 +128,7 @@ def test_required_outputs_are_calls(name: str, vocabulary: Vocabulary) -> None:
     random, num_calls = Random(name), []
     form = OutputForm(TOOLS, FORMATS_BY_NAME[name], must_call=True, thinking=thinking)
     single = OutputForm(TOOLS, FORMATS_BY_NAME[name], must_call=True, is_single=True, thinking=thinking)
-    for number in range(6):
+    for number in range(9):
         if output := vocabulary.walk(single if number % 3 == 0 else form, random):
             parts = check(form, output)
             assert parts.calls and not parts.text, output
