@@ -150,6 +150,12 @@ def test_a_loop_over_messages_ends_with_an_answer(client: Any, cluster: PlainClu
 
 
 @NEEDS_OTHERS
+def test_the_served_model_is_listed_for_anthropics_client(client: Any, cluster: PlainCluster) -> None:
+    told = client("anthropic").ask("models", cluster.http_address)
+    assert told == {"id": "agent", "most": MAX_MODEL_LEN - 1}
+
+
+@NEEDS_OTHERS
 def test_a_stream_of_a_message_has_thinking_text_and_a_call(client: Any, cluster: PlainCluster) -> None:
     told = client("anthropic").ask("thinking", cluster.http_address)
     thought, said, called = told["content"]
