@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 from cluster.pb import generation_pb2
@@ -199,6 +200,7 @@ class SimulatedTokenizer:
     definition = ""
     chat_template = ChatTemplate({}, {})
     infill = None
+    added_ids: Mapping[str, int] = MappingProxyType({})
 
     def new_detokenizer(self, prompt_token_ids: object, kept: object) -> DigitText:
         return DigitText()
