@@ -32,6 +32,8 @@ MOST_BYTES = 64 * 2**20
 """What a router keeps, of all tenants; the least recently used goes first."""
 _LARGEST_SHARE = 8
 """A conversation that takes more than one in so many of these bytes is not kept."""
+_MOST_ANSWERS = 16
+"""Answers of one request that are kept."""
 _ENTRY_BYTES, _ANSWER_BYTES = 512, 96
 _BEFORE_CHARS, _AFTER_CHARS = 64, 128
 """Text around a place by which it is seen whether the tokenizer splits there."""
@@ -242,11 +244,12 @@ class Turn(RequestObserver):
     def on_end(self, live: LiveRequest) -> None:
         if self._prompt is None or self._salt is None:
             return
-        for sequence in live.sequences:
-            if sequence.known_ids:
-                conversation = self._conversations.end(self._prompt, self._salt, sequence.known_ids)
-                if self._call.keep_turn is not None:
-                    self._call.keep_turn(self._conversations.turn_of(conversation, self._earlier))
+        prompt = replace(self._prompt, token_ids=array("I", self._prompt.token_ids))  # which is quick to copy
+        answers = [sequence.known_ids for sequence in live.sequences if sequence.known_ids]
+        for answer_ids in answers[:_MOST_ANSWERS]:
+            conversation = self._conversations.end(prompt, self._salt, answer_ids)
+            if self._call.keep_turn is not None:
+                self._call.keep_turn(self._conversations.turn_of(conversation, self._earlier))
 
 
 def _num_common(text: AnyStr, other: AnyStr) -> int:

@@ -345,6 +345,15 @@ def test_the_benchmark_of_malformed_requests_judges_each_and_leaves_nothing() ->
 
 
 @pytest.mark.battery
+def test_turns_begin_with_the_tokens_of_those_before_them_which_are_cached() -> None:
+    small = ("--only", "colocated", "--conversations", "1", "--turns", "4", "--output", "32", "--json")
+    ended, left = run("-m", "benchmarks.turns", *small)
+    assert ended.returncode == 0 and not left, ended.stderr
+    found = json.loads(ended.stdout)["colocated"]
+    assert found["turns"] == 3 and found["begins"] > 0.98 and min(found["cached"], found["responses"]) > 0.8
+
+
+@pytest.mark.battery
 def test_the_benchmark_of_timed_steps_reports_the_loads_that_it_sent() -> None:
     sizes = ("--splits", "1:1", "--shares", "0.2,0.4", "--seconds", "4", "--slower", "1.5")
     ended, left = run("benchmarks/timed_cluster.py", "--json", "--detailed", *sizes)

@@ -17,8 +17,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from cluster.api_keys import ApiKey, digest_of, render_keys
 from cluster.model_folder import read_model_file
+from router.api.call import Call
+from router.api.chat import Chat
 from router.api.chat_template import ChatTemplate
-from router.api.conversations import Conversations
+from router.api.conversations import Conversations, Turn
 from router.api.tokenizer import Tokenizer as ModelTokenizer
 
 BUNDLED = Path(__file__).resolve().parents[3] / "models" / "tiny-shakespeare" / "tokenizer.json"
@@ -181,6 +183,20 @@ def test_turns_that_are_stored_give_the_conversation_again(tokenizer: ModelToken
     assert [len(turn.token_ids) < 60 for turn in turns] == 3 * [True]
     assert Conversations(tokenizer).restored([replace(turns[0], tokenizer="another"), *turns[1:]]) is None
     assert Conversations(tokenizer).restored([]) is None
+
+
+def test_a_prompt_that_would_not_fit_with_those_tokens_is_tokenized_anew() -> None:
+    template = ChatTemplate({"default": "{{ messages[0].content }}"}, {})
+    conversations = Conversations(ModelTokenizer(read_model_file(BUNDLED), template))
+    answer = letters(conversations.tokenizer, "And to you, sir.")
+    prompt = conversations.end(conversations.begin(HI, SALT), SALT, answer)
+    chat = Chat([{"role": "user", "content": f"{HI}And to you, sir.{BYE}"}], [], {})
+    long = Turn(conversations, SALT, Call(), most_tokens=1000).encode(chat)
+    assert long[: len(prompt.token_ids)] == tuple(prompt.token_ids)
+    anew = conversations.tokenizer.encode_prompt(chat).token_ids
+    assert len(long) > len(anew) and Turn(conversations, SALT, Call(), len(long)).encode(chat) == long
+    assert Turn(conversations, SALT, Call(), len(long) - 1).encode(chat) == anew
+    assert Turn(conversations, None, Call(), 1000).encode(chat) == anew  # of who bypasses the prefix cache
 
 
 @pytest.mark.parametrize("make", [None, spaced], ids=["bytes", "spaces"])
