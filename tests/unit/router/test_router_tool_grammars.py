@@ -248,3 +248,24 @@ def test_a_malformed_schema_is_no_error_of_the_format(name: str, wrong: object) 
             "<|tool_call_start|>[f(a='x'",
         ):
             parse(form, [output])
+
+
+@pytest.mark.parametrize("text", ["", "Less < more, then <<"])
+def test_a_mark_with_a_special_token_inside_is_that_token_behind_any_text(text: str) -> None:
+    vocabulary = Vocabulary(["｜DSML｜"])
+    arguments = {"city": ("true", "Ro</me><"), "days": ("false", "2"), "where": ("false", '{"x": 1}')}
+    given = "".join(
+        f'<｜DSML｜parameter name="{name}" string="{is_text}">{value}</｜DSML｜parameter>\n'
+        for name, (is_text, value) in arguments.items()
+    )
+    call = f'<｜DSML｜invoke name="weather">\n{given}</｜DSML｜invoke>'
+    output = f"{text}<｜DSML｜function_calls>\n{call}\n</｜DSML｜function_calls>"
+    form = OutputForm(TOOLS, FORMATS_BY_NAME["deepseek_v32"])
+    token_ids = vocabulary.tokenizer.encode(output).ids
+    assert token_ids.count(vocabulary.special_ids["｜DSML｜"]) == output.count("｜DSML｜")
+    grammar = form.grammar(vocabulary.special_ids)
+    assert grammar is not None
+    matcher = LLMatcher(vocabulary.library, grammar, log_level=0)
+    assert matcher.consume_tokens(token_ids) and matcher.is_accepting(), matcher.get_error()
+    found = check(form, output)
+    assert (found.text, found.calls[0][1]["city"]) == (text, "Ro</me><")
