@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.redis_server import RedisServer
 from cluster.errors import InvalidRequest, NotFound
+from router.api.call import TurnTokens
 from router.batches.redis_store import RedisBatchStore
 from router.batches.sqlite_store import SqliteStore
 from router.batches.store import BatchStore, StoredRecord, TenantLimits
@@ -77,10 +78,10 @@ def name(number: int) -> str:
     return f"resp_{number:048x}"
 
 
-async def add(store: ResponseStore, response: StoredResponse) -> None:
+async def add(store: ResponseStore, response: StoredResponse, turn: TurnTokens | None = None) -> None:
     items = [{"id": response.response_id, "type": "message"}]
     answer: Any = {"output": [{"id": f"{response.response_id}-out", "type": "message"}], "status": response.status}
-    await store.add(response, {"items": items, "answer": answer}, answer)
+    await store.add(response, {"items": items, "answer": answer}, answer, turn)
 
 
 @pytest.fixture
@@ -108,6 +109,19 @@ async def test_a_conversation_is_the_items_of_all_its_turns() -> None:
     await add(store, response(5, status="failed"))
     with pytest.raises(InvalidRequest, match="is failed"):
         await store.conversation("acme", name(5))
+
+
+@pytest.mark.usefixtures("kept_for_ever")
+async def test_the_tokens_of_a_conversation_are_those_of_its_turns_or_none() -> None:
+    """Each turn's tokens are told apart from those of the turns before, so none may be missing."""
+    store = ResponseStore(SqliteStore(None))
+    first, second, fourth, anew = (TurnTokens("t", known, [7], 1) for known in (0, 5, 9, 0))
+    for number, previous, turn in ((1, None, first), (2, 1, second), (3, 2, None), (4, 3, fourth), (5, 3, anew)):
+        await add(store, response(number, previous), turn)
+    for number, turns in ((1, [first]), (2, [first, second]), (3, []), (4, []), (5, [anew])):
+        assert (await store.conversation("acme", name(number))).turns == turns
+        kept = await store.find("acme", name(number))
+        assert (await store.answer(kept.response)).keys() == {"output", "status"}
 
 
 @pytest.mark.usefixtures("kept_for_ever")
