@@ -10,12 +10,16 @@ import json
 import os
 from typing import Any
 
-from asked import TIMEOUT_S, Told, answer_asked
+from asked import TIMEOUT_S, Told, answer_asked, checked
 from weather import AT_ONCE, DESCRIPTION, MOST_TURNS, NAME, PARAMETERS, QUESTION, Weather
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 
 TOOL: Any = {"type": "function", "function": {"name": NAME, "description": DESCRIPTION, "parameters": PARAMETERS}}
+
+
+OTHER_SERVERS = ("reasoning_content", "stop_reason")
+"""Fields of a chat's answers that OpenAI's client does not know."""
 
 
 def loop(question: str, ask: Any) -> Told:
@@ -35,13 +39,17 @@ def loop(question: str, ask: Any) -> Told:
 def _openai(base_url: str, model: str, question: str, *, is_streamed: bool) -> Told:
     import openai
 
-    with openai.OpenAI(base_url=base_url, api_key="none", timeout=TIMEOUT_S, max_retries=0) as api:
+    options: Any = {"timeout": TIMEOUT_S, "max_retries": 0, "_strict_response_validation": True}
+    with openai.OpenAI(base_url=base_url, api_key="none", **options) as api:
 
         def ask(messages: Any) -> Any:
             given: Any = {"model": model, "messages": messages, "tools": [TOOL]}
             if not is_streamed:
-                return api.chat.completions.create(**given).choices[0].message
+                return checked(api.chat.completions.create(**given), OTHER_SERVERS).choices[0].message
             with api.chat.completions.stream(**given) as stream:
+                for event in stream:
+                    if event.type == "chunk":
+                        checked(event.chunk, OTHER_SERVERS)
                 return stream.get_final_completion().choices[0].message
 
         return loop(question, ask)
