@@ -39,7 +39,7 @@ def test_a_sampling_parameter_has_one_name_on_the_wire_and_in_the_engine() -> No
     parts = (generation_pb2.SamplingParams, generation_pb2.StoppingCriteria, worker_pb2.Sampling)
     on_wire = {field.name for part in parts for field in part.DESCRIPTOR.fields}
     constraints = {field.name for field in generation_pb2.SamplingParams.DESCRIPTOR.oneofs_by_name["constraint"].fields}
-    kept_by_the_router = {"bad_words", "stop", "include_stop_in_output", "ignore_eos"}
+    kept_by_the_router = {"bad_words", "clip_to_context", "stop", "include_stop_in_output", "ignore_eos"}
     parameters = on_wire - constraints - kept_by_the_router - {"params", "stopping", "grammar"}
 
     assert parameters == {field.name for field in dataclasses.fields(SamplingParams)} - {"constraint"}

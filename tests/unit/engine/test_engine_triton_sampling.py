@@ -150,7 +150,7 @@ def test_a_constraint_is_followed_until_it_cannot_be() -> None:
         logits = random_logits(5, VOCAB, step)
         expected = by_torch(logits, rows)
         check(chooser(logits, rows), expected)
-        assert (step == 3) == (expected[0].problem == "enough")
+        assert (step == 3) == (expected[0].problem or "").endswith("enough")
         rows = [grown(r, s.token_id) for r, s in zip(rows, expected, strict=True)]
 
 
