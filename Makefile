@@ -199,13 +199,16 @@ test-prometheus: $(READY) deploy-tools
 smoke: $(READY)
 	$(PY) -m pytest -q -m "battery or not battery" tests/integration/test_integration_benchmark.py \
 	  tests/integration/test_integration_growth.py tests/integration/test_integration_batches.py \
-	  tests/integration/test_integration_ray_memory.py tests/unit/engine/test_engine_triton_deterministic.py $(ARGS)
+	  tests/integration/test_integration_ray_memory.py tests/integration/test_integration_explain.py \
+	  tests/unit/worker/test_worker_recorded_choice.py $(wildcard tests/unit/engine/test_engine_triton_*.py) $(ARGS)
 
 families: $(READY)
 	$(PY) -m pytest -q -m "battery or not battery" tests/unit/engine/test_engine_families.py tests/unit/engine/test_engine_expert_balancer.py \
 	  tests/unit/engine/test_engine_parity.py tests/unit/worker/test_worker_windows.py \
 	  tests/integration/test_integration_parity.py tests/integration/test_integration_handoff.py \
-	  tests/integration/test_integration_kv_kinds.py $(ARGS)
+	  tests/integration/test_integration_kv_kinds.py tests/integration/test_integration_formats.py \
+	  tests/integration/test_integration_expert_parallel.py tests/integration/test_integration_transformers.py \
+	  tests/unit/engine/test_engine_gguf.py $(ARGS)
 
 malformed: $(READY)
 	$(PY) -m pytest -q -m "battery or not battery" tests/malformed $(ARGS)

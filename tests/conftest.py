@@ -36,7 +36,8 @@ os.environ[MARK] = uuid.uuid4().hex
 with contextlib.suppress(ImportError):  # a machine that only checks its GPU need not have it
     import hypothesis
 
-    hypothesis.settings.register_profile("baton", deadline=None)  # an example takes what a busy machine makes of it
+    # An example takes what a busy machine makes of it; where a hundred are needed, a test says so.
+    hypothesis.settings.register_profile("baton", deadline=None, max_examples=40)
     hypothesis.settings.load_profile("baton")
 # A shell has what it starts in the background ignore SIGINT, and what a test starts would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -11,6 +11,7 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,7 @@ def sources(package: str) -> list[Path]:
 ALL_SOURCES = [path for package in MAY_IMPORT for path in sources(package)]
 
 
+@cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
@@ -121,6 +123,7 @@ def test_a_package_imports_only_those_below_it(package: str) -> None:
     assert not wrong, "imports point down only:\n" + "\n".join(sorted(wrong))
 
 
+@cache
 def import_graph() -> dict[str, set[str]]:
     """Each module with the modules that it imports anywhere: under TYPE_CHECKING and inside functions, too."""
     known = {module_name(path): path for path in ALL_SOURCES}

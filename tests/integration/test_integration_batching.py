@@ -13,7 +13,7 @@ from engine.sampling.params import SamplingParams
 
 NUM_STREAMS = 64
 STARTED_OVER_S = 2.0
-LONGEST = 260
+LONGEST = 150
 KV_BYTES_PER_TOKEN = 4 * 2 * 4 * 32 * 4  # layers, k and v, heads, head_dim, float32
 BLOCK_SIZE = 16
 

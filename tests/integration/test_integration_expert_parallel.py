@@ -29,7 +29,10 @@ def expected(folder: Path) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize(("kind", "count"), [("mixtral", "num_local_experts"), ("qwen2-moe", "num_experts")])
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [("mixtral", "num_local_experts"), pytest.param("qwen2-moe", "num_experts", marks=pytest.mark.battery)],
+)
 def test_a_request_goes_from_two_groups_of_experts_to_four(kind: str, count: str, tmp_path: Path) -> None:
     """Seven experts, which neither number divides; decode slices nothing, prefill slices its experts in two. Both
     place them anew by load while they compute."""

@@ -34,7 +34,13 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+IN_SHORT = ("two ranks", "int4, decode alone")
+"""What `make test` has; the rest is a battery's."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in IN_SHORT else [pytest.mark.battery]) for name in CONFIGS]
+)
 def test_a_started_worker_reports_the_explained_figures(name: str, tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text(f"metadata:\n  serving: {CONFIGS[name].replace('PATH', str(BUNDLED_MODEL))}\n")

@@ -22,6 +22,7 @@ from engine.tp import SingleGroup
 MODEL = ROOT / "models" / "tiny-shakespeare"
 BEGINNING = [(i * 37) % 1000 + 5 for i in range(77)]
 NUM_TOKENS = 12
+LONG = pytest.mark.battery
 TOLERANCE = {"int8": 0.02, "fp8": 0.08}
 """Most that the logprob of the first decoded token may differ."""
 TOKEN_BYTES = {"native": 4096, "int8": 1024 + 128, "fp8": 1024 + 128}
@@ -62,7 +63,10 @@ def workers_of(wire_format: str, transport: str) -> list[Worker]:
     ]
 
 
-@pytest.fixture(scope="module", params=["native-shm", "native-gloo", "int8-shm", "fp8-gloo"])
+@pytest.fixture(
+    scope="module",
+    params=["native-gloo", "int8-shm", pytest.param("native-shm", marks=LONG), pytest.param("fp8-gloo", marks=LONG)],
+)
 def served(request: pytest.FixtureRequest) -> Iterator[tuple[str, list[Output], list[float]]]:
     """The wire format, the four prompts' outputs, and the bytes sent for each as a share of its whole prompt's.
 
@@ -122,7 +126,10 @@ def test_decoded_tokens_are_those_of_one_process_as_far_as_the_format_is_exact(
     assert same >= len(PROMPTS) - 1, "rounding may tip a close choice, but not several"
 
 
-@pytest.mark.parametrize("rounded", [{"kv_cache_dtype": "int8"}, {"quantization": "int8"}, {"quantization": "int4"}])
+@pytest.mark.parametrize(
+    "rounded",
+    [{"kv_cache_dtype": "int8"}, {"quantization": "int4"}, pytest.param({"quantization": "int8"}, marks=LONG)],
+)
 def test_rounded_weights_and_pools_give_the_tokens_of_one_process_that_rounds(rounded: dict[str, str]) -> None:
     """KV of int8 is moved as it lies, whatever the blocks; weights are rounded alike on both sides."""
     sizes = {"num_blocks": 64, "block_size": 16, "dtype": "bfloat16", **rounded}

@@ -73,7 +73,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 SOME_KINDS = ("gemma3", "deepseek-v3", "qwen3-next")
-SOME_PAIRS = [((1, 16), (1, 32)), ((1, 32), (1, 16)), ((1, 16), (2, 16)), ((2, 32), (1, 16)), ((2, 32), (2, 16))]
+SOME_PAIRS = [((1, 16), (2, 16)), ((2, 32), (1, 16))]
 """What `make test` runs; of a pair, tensor-parallel and block size of the prefill worker, and of the decode worker."""
 OTHERS: list[dict[str, Any]] = [
     {"transport": "shm_pages", "tp_size": 2},
@@ -256,7 +256,7 @@ def bytes_of_states(config: ModelConfig) -> int:
 
 def test_what_is_sent_is_what_decode_needs_and_a_header_for_each_chunk(fleet: Fleet) -> None:
     length, sender = 203, (1, 16)
-    for receiver in ((1, 32), (2, 16)):
+    for receiver in ((1, 16), (2, 16)):
         prefill, decode = fleet.workers["prefill", *sender], fleet.workers["decode", *receiver]
         before = prefill.stats.kv_bytes_sent, decode.stats.kv_bytes_received
         fleet.outputs(Scenario(sender, receiver, is_cached=False, event="none", n=1), length)

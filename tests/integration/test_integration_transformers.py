@@ -17,6 +17,7 @@ from engine.sampling.params import SamplingParams
 NUM_TOKENS = 24
 
 
+@pytest.mark.battery
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")  # those of transformers' own code
 def test_a_model_of_transformers_is_handed_off_between_ranks_of_other_numbers(tmp_path: Path) -> None:

@@ -110,7 +110,9 @@ def test_ranks_compute_together_what_one_does(model: Model) -> None:
             assert (logits - expected).abs().max() < NEAR, f"{size} ranks"
 
 
-@pytest.mark.parametrize(("quantization", "within"), [("int8", 0.1), ("int4", 0.8)])
+@pytest.mark.parametrize(
+    ("quantization", "within"), [("int8", 0.1), pytest.param("int4", 0.8, marks=pytest.mark.battery)]
+)
 def test_weights_in_fewer_bits_stay_near(model: Model, quantization: str, within: float) -> None:
     """Less near where a little less of a score leaves out a whole group of experts."""
     experts = read_model(model.folder).experts

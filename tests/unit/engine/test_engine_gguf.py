@@ -87,8 +87,14 @@ def test_other_models(kind: str, files: Files) -> None:
         assert (logits_of(file, 4) - expected).abs().max() < 1e-4 * max(1.0, expected.abs().max().item() / 10)
 
 
-@pytest.mark.parametrize("kind", EXPERTS)
-@pytest.mark.parametrize("types", ["F32", "mixed"])
+@pytest.mark.parametrize(
+    ("kind", "types"),
+    [
+        pytest.param(kind, types, marks=[pytest.mark.battery] if types == "mixed" and kind != "mixtral" else [])
+        for kind in EXPERTS
+        for types in ("F32", "mixed")
+    ],
+)
 def test_experts(kind: str, types: str, files: Files) -> None:
     """In one tensor for each matrix of a layer, of which each rank has a slice, or some."""
     file, decoded = files(kind, types)

@@ -269,7 +269,11 @@ def test_fixed_attention_has_sinks_and_soft_caps(
 
 @pytest.mark.parametrize(
     ("window", "has_sinks", "kv_dtype"),
-    [((-1, -1), False, None), ((100, 0), True, None), ((-1, -1), False, torch.int8)],
+    [
+        ((100, 0), True, None),
+        pytest.param((-1, -1), False, None, marks=pytest.mark.battery),
+        pytest.param((-1, -1), False, torch.int8, marks=pytest.mark.battery),
+    ],
     ids=str,
 )
 def test_a_token_has_the_same_bits_generated_and_as_a_part_of_a_prompt(

@@ -40,6 +40,8 @@ def check(found: list[dict[str, Any]], names: set[str]) -> None:
         assert usage["spilled"] <= usage["max_spilled"], usage
 
 
+@pytest.mark.battery
+@pytest.mark.timeout(300)
 def test_the_first_case_of_each_module_compiles_for_every_gpu_within_its_registers() -> None:
     check(usages("--first"), {cases[0].name for cases in all_cases()})
 
@@ -59,6 +61,7 @@ def test_every_module_that_launches_kernels_has_cases_and_no_two_have_one_name()
     assert launching and all("\ndef cases() ->" in text for text in launching)
 
 
+@pytest.mark.battery
 def test_a_kernel_that_spills_more_than_its_case_allows_is_told(tmp_path: Path) -> None:
     """A report that reads nothing would find no spills anywhere."""
     (tmp_path / "spilling.py").write_text(SPILLING)

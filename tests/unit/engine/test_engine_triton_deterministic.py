@@ -46,6 +46,14 @@ LONG = pytest.mark.battery
 """Half a minute of two cores, interpreted: `make smoke`."""
 
 
+def make_fixed(folder: Path, **formats: Any) -> ModelRunner:
+    """By Baton's kernels for the CPU; skips where this processor lacks those that the weights need."""
+    is_plain = formats.get("dtype") == "float32" and formats.get("quantization", "none") == "none"
+    if KERNELS is None or not (KERNELS.has_products or is_plain):
+        pytest.skip(f"no kernels for these weights on this processor {WHY_NOT}")
+    return make_runner(folder, deterministic=True, **formats)
+
+
 @pytest.fixture
 def make(where: str, monkeypatch: pytest.MonkeyPatch) -> MakeRunner:
     """Runners whose decode steps are graphs, as far as they can be without a GPU: they run again what was captured."""
@@ -56,7 +64,7 @@ def make(where: str, monkeypatch: pytest.MonkeyPatch) -> MakeRunner:
     if where == "cpu":
         if KERNELS is None:
             pytest.skip(f"no kernels for the CPU here: {WHY_NOT}")
-        return lambda folder, **formats: make_runner(folder, deterministic=True, **formats)
+        return make_fixed
     kernels = TritonProducts(is_fixed=True)
     monkeypatch.setattr("engine.model_runner.choose_ops", lambda *_: (TritonOps(), kernels, "a test's"))
     monkeypatch.setattr("engine.model_runner.choose_attention", lambda *_: (FixedTritonAttention(), "a test's"))
@@ -121,7 +129,11 @@ def test_a_generated_token_has_the_same_logits_alone_and_among_127_others(
 
 @pytest.mark.parametrize(
     ("kind", "where", "formats"),
-    [*(("llama", *step) for step in STEPS), ("mistral", "cpu", FORMATS[0]), ("qwen3", "triton", FORMATS[1])],
+    [
+        *(pytest.param("llama", *step, marks=LONG if step == ("triton", FORMATS[1]) else ()) for step in STEPS),
+        ("mistral", "cpu", FORMATS[0]),
+        pytest.param("qwen3", "triton", FORMATS[1], marks=LONG),
+    ],
     ids=str,
 )
 def test_a_replayed_request_goes_on_with_the_same_bits(

@@ -172,7 +172,7 @@ def test_no_weight_is_unpacked_in_memory(kind: str) -> None:
     assert out.shape == (shape[0], 256) and out.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.battery)])
 def test_codes_of_a_checkpoint_stay_in_four_bits_where_kernels_multiply_them(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,7 +65,12 @@ class Recordable(TritonAttention):
 
 @pytest.mark.parametrize(
     ("name", "kv_cache_dtype", "most_off"),
-    [("mistral", "auto", 2e-4), ("qwen3", "int8", 0.01), ("gemma2", "auto", 2e-4), ("gemma3", "auto", 2e-4)],
+    [
+        ("qwen3", "int8", 0.01),
+        ("gemma3", "auto", 2e-4),
+        pytest.param("mistral", "auto", 2e-4, marks=pytest.mark.battery),
+        pytest.param("gemma2", "auto", 2e-4, marks=pytest.mark.battery),
+    ],
 )
 def test_prompts_and_replayed_decode_steps_have_the_logits_of_the_cpu(
     name: str, kv_cache_dtype: str, most_off: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

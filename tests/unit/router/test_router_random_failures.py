@@ -237,13 +237,13 @@ def short_outputs_move() -> Iterator[None]:
 STEPS = st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 2**16)), min_size=20, max_size=200)
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(STEPS)
 def test_whatever_fails_each_request_ends_once_and_nothing_is_left(steps: list[Step]) -> None:
     play(steps, Counter())
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(STEPS)
 def test_whatever_fails_no_output_comes_from_two_weights(steps: list[Step]) -> None:
     play(steps, Counter(), ("a", "b"))

@@ -32,8 +32,8 @@ from simulate.worker import SimulatedWorker
 from simulate.workload import RequestShape
 from simulate.world import Cluster, ClusterSpec
 
-SEEDS = range(36, 56)
-"""Every kind of fault takes effect in some of them."""
+SEEDS = (36, 39, 42, 46, 49, 53, 54, 60)
+"""Every kind of fault takes effect in one of them; `make simulate` has hundreds."""
 
 
 def test_whatever_befalls_a_cluster_every_request_ends_and_nothing_stays_held() -> None:

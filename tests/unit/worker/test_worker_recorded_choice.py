@@ -38,7 +38,7 @@ REQUESTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.battery)])
 def test_what_is_chosen_in_recordings_is_what_steps_one_by_one_lead_to(
     num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
