@@ -26,7 +26,7 @@ from cluster.pb import generation_pb2 as cluster_dot_pb_dot_generation__pb2
 from cluster.pb import worker_pb2 as cluster_dot_pb_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x63luster/pb/journal.proto\x12\x11\x62\x61ton.internal.v1\x1a\x1b\x63luster/pb/generation.proto\x1a\x17\x63luster/pb/worker.proto\"\xb3\x02\n\x0cJournalEntry\x12\x30\n\x06origin\x18\x01 \x01(\x0b\x32 .baton.internal.v1.JournalOrigin\x12)\n\x06tokens\x18\x02 \x03(\x0b\x32\x19.baton.internal.v1.Tokens\x12/\n\x0fprompt_logprobs\x18\x03 \x03(\x0b\x32\x16.baton.v1.TokenLogprob\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12 \n\x13\x66irst_token_after_s\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x11\n\tnum_moves\x18\x06 \x01(\r\x12\x13\n\x0bnum_crashes\x18\x07 \x01(\r\x12\x18\n\x10weights_revision\x18\x08 \x01(\tB\x16\n\x14_first_token_after_s\"\xd0\x01\n\rJournalOrigin\x12&\n\x04spec\x18\x01 \x01(\x0b\x32\x18.baton.v1.GenerationSpec\x12-\n\x08sampling\x18\x02 \x01(\x0b\x32\x1b.baton.internal.v1.Sampling\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x16\n\x0e\x61rrival_time_s\x18\x05 \x01(\x01\x12\x13\n\x0bspec_digest\x18\x06 \x01(\x0c\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\x12\x10\n\x08protocol\x18\x08 \x01(\tJ\x04\x08\x04\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x63luster/pb/journal.proto\x12\x11\x62\x61ton.internal.v1\x1a\x1b\x63luster/pb/generation.proto\x1a\x17\x63luster/pb/worker.proto\"\xb3\x02\n\x0cJournalEntry\x12\x30\n\x06origin\x18\x01 \x01(\x0b\x32 .baton.internal.v1.JournalOrigin\x12)\n\x06tokens\x18\x02 \x03(\x0b\x32\x19.baton.internal.v1.Tokens\x12/\n\x0fprompt_logprobs\x18\x03 \x03(\x0b\x32\x16.baton.v1.TokenLogprob\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12 \n\x13\x66irst_token_after_s\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x11\n\tnum_moves\x18\x06 \x01(\r\x12\x13\n\x0bnum_crashes\x18\x07 \x01(\r\x12\x18\n\x10weights_revision\x18\x08 \x01(\tB\x16\n\x14_first_token_after_s\"\xea\x01\n\rJournalOrigin\x12&\n\x04spec\x18\x01 \x01(\x0b\x32\x18.baton.v1.GenerationSpec\x12-\n\x08sampling\x18\x02 \x01(\x0b\x32\x1b.baton.internal.v1.Sampling\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x16\n\x0e\x61rrival_time_s\x18\x05 \x01(\x01\x12\x13\n\x0bspec_digest\x18\x06 \x01(\x0c\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\x12\x10\n\x08protocol\x18\x08 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\t \x03(\rJ\x04\x08\x04\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,5 +36,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JOURNALENTRY']._serialized_start=102
   _globals['_JOURNALENTRY']._serialized_end=409
   _globals['_JOURNALORIGIN']._serialized_start=412
-  _globals['_JOURNALORIGIN']._serialized_end=620
+  _globals['_JOURNALORIGIN']._serialized_end=646
 # @@protoc_insertion_point(module_scope)

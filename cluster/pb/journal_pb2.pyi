@@ -29,7 +29,7 @@ class JournalEntry(_message.Message):
     def __init__(self, origin: _Optional[_Union[JournalOrigin, _Mapping]] = ..., tokens: _Optional[_Iterable[_Union[_worker_pb2.Tokens, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprob, _Mapping]]] = ..., num_cached_tokens: _Optional[int] = ..., first_token_after_s: _Optional[float] = ..., num_moves: _Optional[int] = ..., num_crashes: _Optional[int] = ..., weights_revision: _Optional[str] = ...) -> None: ...
 
 class JournalOrigin(_message.Message):
-    __slots__ = ("spec", "sampling", "tenant", "arrival_time_s", "spec_digest", "traceparent", "protocol")
+    __slots__ = ("spec", "sampling", "tenant", "arrival_time_s", "spec_digest", "traceparent", "protocol", "prompt_token_ids")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,7 @@ class JournalOrigin(_message.Message):
     SPEC_DIGEST_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     spec: _generation_pb2.GenerationSpec
     sampling: _worker_pb2.Sampling
     tenant: str
@@ -44,4 +45,5 @@ class JournalOrigin(_message.Message):
     spec_digest: bytes
     traceparent: str
     protocol: str
-    def __init__(self, spec: _Optional[_Union[_generation_pb2.GenerationSpec, _Mapping]] = ..., sampling: _Optional[_Union[_worker_pb2.Sampling, _Mapping]] = ..., tenant: _Optional[str] = ..., arrival_time_s: _Optional[float] = ..., spec_digest: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., protocol: _Optional[str] = ...) -> None: ...
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, spec: _Optional[_Union[_generation_pb2.GenerationSpec, _Mapping]] = ..., sampling: _Optional[_Union[_worker_pb2.Sampling, _Mapping]] = ..., tenant: _Optional[str] = ..., arrival_time_s: _Optional[float] = ..., spec_digest: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., protocol: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...

@@ -274,7 +274,12 @@ class GenerationService:
         origin = record.origin
         valid = self._validate(
             origin.spec,
-            self._read_prompt(origin.spec, self._new_turn(origin.spec, Call(principal))),
+            read_prompt(
+                origin.spec,
+                self._model,
+                lambda prompt: tuple(origin.prompt_token_ids) or self._tokenizer.encode_prompt(prompt).token_ids,
+                self.forms.form_of,
+            ),
             True,
             principal.tenant,
             lambda kind, text: origin.sampling.grammar,

@@ -67,7 +67,11 @@ def origin_of(live: LiveRequest, spec: generation_pb2.GenerationSpec) -> Journal
         protocol=spoken(),
     )
     origin.spec.ClearField("resume")
-    origin.spec.token_ids.ids[:] = live.request.prompt_token_ids
+    if spec.HasField("chat"):
+        origin.prompt_token_ids.extend(live.request.prompt_token_ids)
+    else:
+        origin.spec.token_ids.ids[:] = live.request.prompt_token_ids
+        origin.spec.ClearField("suffix")  # which is among those ids
     origin.spec.sampling.seed = live.request.sampling.params.seed
     origin.spec.model = live.model
     return origin

@@ -21,7 +21,7 @@ from router.api.call import ANYONE, Principal
 from router.api.chat_template import ChatTemplate
 from router.api.served_model import ServedModel
 from router.api.tokenizer import Tokenizer
-from router.api.validate import validate
+from router.api.validate import read_prompt, validate
 from router.routing.dispatcher import Dispatcher
 from router.routing.load_tracker import NOTHING
 from router.stream.detokenizer import Detokenizer
@@ -99,6 +99,13 @@ async def leave_behind(store: MemoryStore, text: str = "", protocol: str = "1-1"
     data = entry_of(live, origin_of(live, pb.GenerationSpec.FromString(SPEC.SerializeToString())))
     data.origin.protocol = protocol
     await store.write([Write(GENERATION_ID, Claim("gone", 1), 1, data.SerializeToString(), True, 60.0)])
+
+
+def test_the_record_of_a_text_that_is_filled_in_has_the_tokens_alone() -> None:
+    live = live_request(0.0)
+    spec = origin_of(live, pb.GenerationSpec(text="hel", suffix="o")).spec
+    read = read_prompt(spec, MODEL, lambda prompt: ())
+    assert not read.wrong.found and read.token_ids == live.request.prompt_token_ids
 
 
 def sequences_of(router: WiredRouter, worker_id: str) -> Sequence[str]:

@@ -12,6 +12,8 @@ from fake_worker import STOP, pair
 from http_door import sdk, serving
 from router_harness import ids
 
+from cluster.state import MemoryStore
+
 pytestmark = pytest.mark.asyncio
 
 TEMPLATE = """{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>
@@ -129,18 +131,22 @@ async def test_wrong_tools_are_refused_by_field(tmp_path: Path, body: dict[str, 
     assert answer.status_code == 400 and answer.json()["error"]["param"].startswith(field), answer.text
 
 
-async def test_a_resumed_stream_goes_on_within_a_call(tmp_path: Path) -> None:
-    prefill, decode = pair(lambda _: [ids(f"So: {CALL}")], STOP)
-    async with serving(tmp_path, (prefill, decode), chat_template=TEMPLATE) as (router, http):
+@pytest.mark.parametrize("is_elsewhere", [False, True], ids=["at its router", "at another router"])
+async def test_a_resumed_stream_goes_on_within_a_call(tmp_path: Path, is_elsewhere: bool) -> None:
+    workers, store = pair(lambda _: [ids(f"So: {CALL}")], STOP), MemoryStore()
+    async with (
+        serving(tmp_path, workers, chat_template=TEMPLATE, store=store) as (_, http),
+        serving(tmp_path, workers, chat_template=TEMPLATE, store=store) as (_, other),
+    ):
         given = {"model": "model", "messages": HI, "tools": [WEATHER], "stream": True}
         whole = (await http.post("/v1/chat/completions", json=given, headers={"Baton-Resume": "true"})).text
         events = [event.split("\n") for event in whole.split("\n\n") if event.startswith("id: ")]
         for number in range(len(events)):
             headers = {"Last-Event-ID": events[number][0].removeprefix("id: ")}
-            rest = (await http.post("/v1/chat/completions", json=given, headers=headers)).text
+            door = other if is_elsewhere else http
+            rest = (await door.post("/v1/chat/completions", json=given, headers=headers)).text
             told = [event.split("\n")[1] for event in rest.split("\n\n") if event.startswith("id: ")]
             assert joined([event[1] for event in events[: number + 1]] + told) == joined([e[1] for e in events])
-    assert router is not None
 
 
 def joined(lines: list[str]) -> tuple[str, str, set[str], str]:
