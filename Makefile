@@ -21,8 +21,9 @@
 #   make test-schema    schemathesis (.venv-schema) at the HTTP API of a running cluster for SECONDS=600
 #   make test-deploy    `ray up` on three machines made of namespaces; needs root, installs sshd and the like
 #   make test-prometheus  Prometheus over a running cluster: pages, alerts, the dashboard's queries
-#   make families       every family in all its odd configurations against transformers
-#   make smoke          every benchmark for a few seconds, Ray's autoscaler bringing a node, long batches, as tests
+#   make families       every family in all its odd configurations against transformers; the products of hand-offs
+#   make smoke          every benchmark for a few seconds, Ray's autoscaler bringing a node, long batches, interpreted and
+#                       compiled kernels, and what else of the tests with real processes `make test` leaves out
 #   make test-page      the page in headless Chromium, which is installed first; pictures go to build/page
 #   make docs-check     runs every block of commands and code in README.md and docs/
 #   make bench          measures a cluster on this machine
@@ -201,6 +202,8 @@ smoke: $(READY)
 	  tests/integration/test_integration_growth.py tests/integration/test_integration_batches.py \
 	  tests/integration/test_integration_ray_memory.py tests/integration/test_integration_explain.py \
 	  tests/unit/worker/test_worker_recorded_choice.py $(wildcard tests/unit/engine/test_engine_triton_*.py) $(ARGS)
+	$(PY) -m pytest -q -m battery $(patsubst %,tests/integration/test_integration_%.py,ray rebalance serve batching role_settings moves) \
+	  tests/unit/simulate/test_simulate_planner.py $(ARGS)
 
 families: $(READY)
 	$(PY) -m pytest -q -m "battery or not battery" tests/unit/engine/test_engine_families.py tests/unit/engine/test_engine_expert_balancer.py \

@@ -137,6 +137,7 @@ def small_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainClu
         yield cluster
 
 
+@pytest.mark.battery
 def test_under_kv_pressure_the_youngest_are_preempted_and_every_output_is_right(small_cluster: PlainCluster) -> None:
     prompts = [make_prompt(20 + i, 20) for i in range(8)]
     greedy = SamplingParams(temperature=0.0, max_output_tokens=100)

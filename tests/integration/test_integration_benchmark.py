@@ -228,6 +228,7 @@ def test_the_gpu_command_measures_on_a_cpu_what_can_run_and_says_why_the_rest_ca
     assert len(loaded) == 3 and all(loaded[f"from the {where}"]["share"] > 0 for where in ("system's cache", "disk"))
 
 
+@pytest.mark.battery
 def test_the_gpu_command_says_that_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     ended, left = run("benchmarks/gpu.py", "--out", str(tmp_path))

@@ -237,7 +237,7 @@ def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("pair", SOME_PAIRS, ids=str)
 def test_a_request_goes_from_worker_to_worker(pair: tuple[tuple[int, int], tuple[int, int]], fleet: Fleet) -> None:
-    for length, n in [*((length, 1) for length in (1, 16, WINDOW - 1, WINDOW, 101, 300)), (WINDOW - 1, 3), (101, 3)]:
+    for length, n in [*((length, 1) for length in (1, 16, WINDOW, 300)), (WINDOW - 1, 3), (101, 3)]:
         outputs = fleet.outputs(Scenario(*pair, is_cached=False, event="none", n=n), length)
         assert outputs == fleet.expected(length, n), (length, n)
 
@@ -288,7 +288,7 @@ def test_other_transports_and_rounded_kv_give_one_workers_tokens(fleet: Fleet, m
     one = One(fleet.folder, str(how.get("kv_cache_dtype", "auto")), how["block_size"])
     sides = [make_worker(fleet.folder, role, **how) for role in ("prefill", "decode")]
     with running(*sides) as (prefill, decode):
-        for length in (1, 17, 101, 300):
+        for length in (17, 300):
             tokens = fleet.of_prompt(f"{length}", prompt_of(length), prefill, decode)
             assert [tokens] == one.generate(length, 1), length
 

@@ -135,7 +135,8 @@ def run_all(disturb: Disturb, **of_second: Any) -> list[Told]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("tp_size", "block_size"), [(1, 16), (2, 32)], ids=["alike", "of another tensor-parallel and block size"]
+    ("tp_size", "block_size"),
+    [pytest.param(1, 16, id="alike", marks=pytest.mark.battery), pytest.param(2, 32, id="of another size")],
 )
 def test_requests_that_move_to_and_fro_while_they_decode_get_the_undisturbed_tokens(
     tp_size: int, block_size: int

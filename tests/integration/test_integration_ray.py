@@ -217,6 +217,7 @@ def test_a_flipped_worker_that_is_killed_comes_back_in_its_new_role(watched: Wat
     assert change(watched, lambda admin: admin.set_roles(2, 1))[-1] == "rebalance 2:1: done: 1:2 to 2:1"
 
 
+@pytest.mark.battery
 def test_another_tensor_parallel_size_starts_new_workers_and_stops_the_old(watched: Watched) -> None:
     before = watched.status()
     with AdminClient(watched.admin_address) as admin:

@@ -304,6 +304,7 @@ def test_a_controller_killed_under_streams_is_followed_by_one_that_adopts_what_r
     assert after.router.controller_silent_s < SILENT_S
 
 
+@pytest.mark.battery
 def test_workers_are_replaced_one_at_a_time_under_streams_for_steps_that_they_have_no_memory_for(
     cluster: Cluster,
 ) -> None:

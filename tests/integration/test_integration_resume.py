@@ -91,12 +91,17 @@ class Served:
         ready again."""
         before = self.router("router-1")
         self._serve.hang_up(lambda: os.kill(before.pids[0], signal.SIGKILL))
+        self.until_back(before)
+
+    def until_back(self, before: admin_pb2.ProcessStatus) -> admin_pb2.ProcessStatus:
+        """The router that was killed, once it is ready again."""
 
         def is_back() -> bool:
-            now = self.router("router-1")
+            now = self.router(before.name)
             return now.num_starts > before.num_starts and now.state == "ready"
 
         until(is_back, "the router is ready again", WAIT_S)
+        return self.router(before.name)
 
     def end(self) -> int:
         """Its exit code."""
@@ -140,7 +145,7 @@ def test_all_streams_go_on_when_the_router_of_the_default_cluster_is_killed(serv
             hooks = [partial(kill_in_the_middle, number) for number in range(len(wanted))]
             reads = [pool.submit(read, client, spec, hook) for spec, hook in zip(wanted, hooks, strict=True)]
             outputs = [future.result() for future in reads]
-    after = served.router(before.name)
+    after = served.until_back(before)
     assert after.num_starts == before.num_starts + 1 and after.address == before.address, "the router was not killed"
     assert outputs == undisturbed
 

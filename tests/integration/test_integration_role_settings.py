@@ -127,6 +127,7 @@ def test_a_cluster_serves_with_roles_of_different_settings(serve: Serve) -> None
     assert (workers["decode-0"].info.max_num_seqs, workers["prefill-0"].info.max_num_seqs) == (4, 8)
 
 
+@pytest.mark.battery
 def test_another_split_starts_a_worker_with_its_roles_settings_and_stops_the_other(serve: Serve) -> None:
     at = "--admin-address", serve.admin_address
     done = baton("rebalance", "1:2", *at)
@@ -141,6 +142,7 @@ def test_another_split_starts_a_worker_with_its_roles_settings_and_stops_the_oth
         assert answer.usage.completion_tokens == 16
 
 
+@pytest.mark.battery
 def test_explain_shows_the_memory_of_each_role(file: Path) -> None:
     done = baton("config", "explain", str(file), "--json")
     assert done.returncode == 0, done.stderr

@@ -82,6 +82,7 @@ def second(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
         serve.close()
 
 
+@pytest.mark.battery
 def test_one_worker_alone_serves_where_prefill_has_none(second: Serve) -> None:
     with BatonClient(second.address) as client:
         result = client.generate(make_spec("ROMEO:", max_output_tokens=8, temperature=0.0, include_timing=True))

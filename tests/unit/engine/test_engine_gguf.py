@@ -71,7 +71,17 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     return make
 
 
-@pytest.mark.parametrize("types", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q4_K", "Q6_K", "mixed"])
+@pytest.mark.parametrize(
+    "types",
+    [
+        "BF16",
+        "Q8_0",
+        "Q4_1",
+        "Q4_K",
+        "mixed",
+        *(pytest.param(name, marks=pytest.mark.battery) for name in ("F32", "F16", "Q4_0", "Q5_0", "Q6_K")),
+    ],
+)
 def test_logits_are_those_of_transformers_on_one_rank_and_on_two(types: str, files: Files) -> None:
     file, decoded = files("llama", types)
     expected = reference_logits(decoded)
@@ -90,7 +100,7 @@ def test_other_models(kind: str, files: Files) -> None:
 @pytest.mark.parametrize(
     ("kind", "types"),
     [
-        pytest.param(kind, types, marks=[pytest.mark.battery] if types == "mixed" and kind != "mixtral" else [])
+        pytest.param(kind, types, marks=[pytest.mark.battery] if (types == "mixed") == (kind != "mixtral") else [])
         for kind in EXPERTS
         for types in ("F32", "mixed")
     ],

@@ -67,7 +67,9 @@ def logits_of(folder: Path, tp_size: int = 1, **wanted: Any) -> torch.Tensor:
     return on_each_rank(tp_size, work)[0]
 
 
-@pytest.mark.parametrize("fmt", FORMATS, ids=name_of)
+@pytest.mark.parametrize(
+    "fmt", [pytest.param(f, marks=[pytest.mark.battery] if n % 2 else [], id=name_of(f)) for n, f in enumerate(FORMATS)]
+)
 def test_logits_are_those_of_transformers_on_one_rank_and_on_two(fmt: Format, tmp_path: Path) -> None:
     packed, plain = make_packed(fmt, tmp_path)
 

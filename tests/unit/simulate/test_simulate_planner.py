@@ -183,7 +183,7 @@ def test_both_limits_that_cannot_be_met_are_named_with_a_plan_for_both() -> None
     assert baton("plan", "--model", "llama-3.1-8b", *nearest.split()).exit_code == 0
 
 
-@pytest.mark.parametrize("options", ["--rate 1e6", "--rate 500 --devices 4"])
+@pytest.mark.parametrize("options", ["--rate 1e6", pytest.param("--rate 500 --devices 4", marks=pytest.mark.battery)])
 def test_a_rate_that_is_too_high_is_refused_with_one_that_is_not(options: str) -> None:
     done = baton("plan", "--model", "llama-3.1-8b", *options.split())
     rate = done.stderr.rpartition("--rate ")[2] if "--devices" not in options else done.stderr.split("; --rate ")[1]

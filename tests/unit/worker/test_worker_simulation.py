@@ -94,9 +94,8 @@ def test_a_second_attempt_is_sent_only_what_the_first_has_not_left(seed: int, by
     assert num_again < 16, "only what had landed behind the damaged chunk is sent twice"
 
 
-@pytest.mark.parametrize("blocks", [(4, 4), (8, 3)])
+@pytest.mark.parametrize(("blocks", "seed"), [((4, 4), 0), ((8, 3), 1), ((4, 4), 3), ((8, 3), 2)])
 @pytest.mark.parametrize("fault", LABEL_FAULTS)
-@pytest.mark.parametrize("seed", range(4))
 def test_what_moves_from_one_decode_worker_to_another_goes_on_with_its_tokens(
     seed: int, fault: str, blocks: tuple[int, int]
 ) -> None:
