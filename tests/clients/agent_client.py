@@ -17,9 +17,8 @@ os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 
 TOOL: Any = {"type": "function", "function": {"name": NAME, "description": DESCRIPTION, "parameters": PARAMETERS}}
 
-
-OTHER_SERVERS = ("reasoning_content", "stop_reason")
-"""Fields of a chat's answers that OpenAI's client does not know."""
+OTHER_SERVERS = ("reasoning_content", "stop_reason", "provider_specific_fields")
+"""Fields of a chat's answers that OpenAI's client does not know; the last is one of LiteLLM's proxy."""
 
 
 def loop(question: str, ask: Any) -> Told:
