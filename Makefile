@@ -202,8 +202,8 @@ smoke: $(READY)
 	  tests/integration/test_integration_growth.py tests/integration/test_integration_batches.py \
 	  tests/integration/test_integration_ray_memory.py tests/integration/test_integration_explain.py \
 	  tests/unit/worker/test_worker_recorded_choice.py $(wildcard tests/unit/engine/test_engine_triton_*.py) $(ARGS)
-	$(PY) -m pytest -q -m battery $(patsubst %,tests/integration/test_integration_%.py,ray rebalance serve batching role_settings moves) \
-	  tests/unit/simulate/test_simulate_planner.py $(ARGS)
+	$(PY) -m pytest -q -m battery $(patsubst %,tests/integration/test_integration_%.py,ray rebalance serve batching role_settings moves poison) \
+	  tests/unit/simulate/test_simulate_planner.py tests/unit/engine/test_engine_tracing.py $(ARGS)
 
 families: $(READY)
 	$(PY) -m pytest -q -m "battery or not battery" tests/unit/engine/test_engine_families.py tests/unit/engine/test_engine_expert_balancer.py \
@@ -211,7 +211,7 @@ families: $(READY)
 	  tests/integration/test_integration_parity.py tests/integration/test_integration_handoff.py \
 	  tests/integration/test_integration_kv_kinds.py tests/integration/test_integration_formats.py \
 	  tests/integration/test_integration_expert_parallel.py tests/integration/test_integration_transformers.py \
-	  tests/unit/engine/test_engine_gguf.py $(ARGS)
+	  tests/unit/engine/test_engine_gguf.py tests/unit/engine/test_engine_packed.py $(ARGS)
 
 malformed: $(READY)
 	$(PY) -m pytest -q -m "battery or not battery" tests/malformed $(ARGS)
