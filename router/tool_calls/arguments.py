@@ -13,7 +13,7 @@ from typing import Any
 
 from router.tool_calls.format import Tool
 from router.tool_calls.lark import Lark
-from router.tool_calls.reader import Arguments, Garbled, OutputReader, Reading
+from router.tool_calls.reader import Arguments, CallBegin, Garbled, OutputReader, Reading
 
 _TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
 _DEEPEST = 16
@@ -139,6 +139,15 @@ def argument(lark: Lark, tool: Tool, schema: Any, end: str, *, around: str = "")
     head, rest = lark.split(around + end)
     value = lark.rule("VALUE", f"({lark.text_without(end)}) {json.dumps(head)}")
     return f"{before}{value} {lark.literal(rest)}".rstrip()
+
+
+def begin_named_call(reader: OutputReader, tools: Mapping[str, Tool], name: str) -> Tool:
+    """Tells the name of a call whose arguments follow one by one, and returns what it calls. Raises Garbled where no
+    tool has that name."""
+    if name not in tools:
+        raise Garbled
+    reader.tell(CallBegin(name))
+    return tools[name]
 
 
 def read_argument(

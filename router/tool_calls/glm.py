@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from router.tool_calls.arguments import argument, properties_of, read_argument, tell_end, tell_key
+from router.tool_calls.arguments import argument, begin_named_call, properties_of, read_argument, tell_end, tell_key
 from router.tool_calls.format import Tool, ToolFormat
 from router.tool_calls.lark import Lark
-from router.tool_calls.reader import CallBegin, Garbled, OutputReader, Reading
+from router.tool_calls.reader import OutputReader, Reading
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _KEY, _END_KEY, _VALUE, _END_VALUE = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
@@ -28,9 +28,7 @@ class Glm(ToolFormat):
             reader.begin_call((yield from reader.read_text(_BEGIN)))
             yield from reader.take_blanks()
             name = (yield from reader.take_while(lambda sign: sign not in "\n<")).strip()
-            if name not in tools:
-                raise Garbled
-            reader.tell(CallBegin(name))
+            tool = begin_named_call(reader, tools, name)
             seen: dict[str, None] = {}
             while True:
                 yield from reader.take_blanks()
@@ -40,7 +38,7 @@ class Glm(ToolFormat):
                 yield from reader.take_blanks()
                 yield from reader.take(_VALUE)
                 tell_key(reader, key.strip(), seen)
-                yield from read_argument(reader, tools[name], key.strip(), _END_VALUE)
+                yield from read_argument(reader, tool, key.strip(), _END_VALUE)
             tell_end(reader, seen)
             reader.end_call()
             yield from reader.take_blanks()

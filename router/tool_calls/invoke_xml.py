@@ -9,11 +9,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from router.tool_calls.arguments import argument, is_bare, properties_of, read_argument, tell_end, tell_key
+from router.tool_calls.arguments import (
+    argument,
+    begin_named_call,
+    is_bare,
+    properties_of,
+    read_argument,
+    tell_end,
+    tell_key,
+)
 from router.tool_calls.format import Tool, ToolFormat
 from router.tool_calls.json_call import read_section
 from router.tool_calls.lark import Lark
-from router.tool_calls.reader import CallBegin, Garbled, OutputReader, Reading
+from router.tool_calls.reader import OutputReader, Reading
 
 _SIGN = "｜DSML｜"
 _KIND = ' string="'
@@ -41,9 +49,7 @@ class InvokeXml(ToolFormat):
     def _read_call(self, reader: OutputReader, tools: Mapping[str, Tool]) -> Reading[None]:
         name, _ = yield from reader.take_until('"')
         yield from reader.take(">")
-        if name not in tools:
-            raise Garbled
-        reader.tell(CallBegin(name))
+        tool = begin_named_call(reader, tools, name)
         seen: dict[str, None] = {}
         while True:
             yield from reader.take_blanks()
@@ -57,7 +63,7 @@ class InvokeXml(ToolFormat):
                 is_text = (yield from reader.take('true"', 'false"')) == 'true"'
             yield from reader.take(">")
             tell_key(reader, key, seen)
-            yield from read_argument(reader, tools[name], key, self._end_parameter, is_text=is_text)
+            yield from read_argument(reader, tool, key, self._end_parameter, is_text=is_text)
 
     def calls(self, lark: Lark, tools: Sequence[Tool], *, is_single: bool) -> Mapping[str, str]:
         calls = []

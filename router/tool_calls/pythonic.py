@@ -9,11 +9,20 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
-from router.tool_calls.arguments import properties_of, schema_of, separated, tell_argument, tell_end, tell_key, types_of
+from router.tool_calls.arguments import (
+    begin_named_call,
+    properties_of,
+    schema_of,
+    separated,
+    tell_argument,
+    tell_end,
+    tell_key,
+    types_of,
+)
 from router.tool_calls.format import Tool, ToolFormat
 from router.tool_calls.json_call import read_json_list
 from router.tool_calls.lark import Lark
-from router.tool_calls.reader import CallBegin, Garbled, OutputReader, Reading
+from router.tool_calls.reader import Garbled, OutputReader, Reading
 
 _BEGIN, _END = "<|python_start|>", "<|python_end|>"
 _CALLS, _END_CALLS = "<|tool_call_start|>", "<|tool_call_end|>"
@@ -92,9 +101,7 @@ def _read_list(reader: OutputReader, tools: Mapping[str, Tool]) -> Reading[None]
         yield from reader.take_blanks()
         name = (yield from reader.take_while(lambda sign: sign not in "([{\"'")).strip()
         yield from reader.take("(")
-        if name not in tools:
-            raise Garbled
-        reader.tell(CallBegin(name))
+        begin_named_call(reader, tools, name)
         yield from _read_arguments(reader)
         reader.end_call()
         yield from reader.take_blanks()

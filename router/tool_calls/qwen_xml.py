@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from router.tool_calls.arguments import argument, properties_of, read_argument, tell_end, tell_key
+from router.tool_calls.arguments import argument, begin_named_call, properties_of, read_argument, tell_end, tell_key
 from router.tool_calls.format import Tool, ToolFormat
 from router.tool_calls.lark import Lark
-from router.tool_calls.reader import CallBegin, Garbled, OutputReader, Reading
+from router.tool_calls.reader import OutputReader, Reading
 
 _FUNCTION, _END_FUNCTION, _PARAMETER, _END_PARAMETER = "<function=", "</function>", "<parameter=", "</parameter>"
 
@@ -30,10 +30,7 @@ class QwenXml(ToolFormat):
             yield from reader.take(_FUNCTION)
             name = (yield from reader.take_while(lambda sign: sign not in ">\n")).strip("\"' ")
             yield from reader.take(">")
-            if name not in tools:
-                raise Garbled
-            reader.tell(CallBegin(name))
-            yield from self._read_arguments(reader, tools[name])
+            yield from self._read_arguments(reader, begin_named_call(reader, tools, name))
             yield from reader.take_blanks()
             yield from reader.take(self._end)
             reader.end_call()
