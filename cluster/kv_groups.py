@@ -1,4 +1,5 @@
-"""Groups of layers that keep the same of a sequence: the KV of all of it, or of a window, or a recurrent state.
+"""Groups of layers that keep the same of a sequence: the KV of all of it, or of a window, or a recurrent state; and
+which of a block's tokens a rank keeps.
 
 The blocks of one pool serve every group: a block holds so many tokens of one group's layers, and a sequence has a table
 of blocks for each group (docs/adr/0012-one-pool-for-groups-of-layers.md). A block of layers with a state holds the
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import NamedTuple
 
 STATE_WINDOW = 2
@@ -98,6 +100,38 @@ class KvGroup:
         """The first block that holds all it should, if no more than `first_seen` is kept of the first `num_tokens`."""
         first = self.first_seen(num_tokens)
         return first // block_size if self.has_state else -(-first // block_size)
+
+
+@dataclass(frozen=True)
+class TokenShare:
+    """The tokens that a rank keeps of each block: one of equal runs, of which each rank has its own; or all of them.
+
+    So what a rank keeps of a sequence is a sequence in blocks of `size` tokens, with the same table.
+    """
+
+    block_size: int
+    num_shares: int = 1
+    place: int = 0
+
+    @property
+    def size(self) -> int:
+        """Tokens of a block that the rank keeps."""
+        return self.block_size // self.num_shares
+
+    def num_before(self, position: int) -> int:
+        """Tokens of the share before a position of the sequence: the place of the next one in what the rank keeps."""
+        block, offset = divmod(position, self.block_size)
+        return block * self.size + min(max(offset - self.place * self.size, 0), self.size)
+
+    def meets(self, other: TokenShare) -> bool:
+        """Whether some token of a long sequence is in both, whose blocks may differ in size.
+
+        A run of either begins so many tokens behind one of the other as the places say, give or take any multiple of
+        both block sizes' greatest common divisor.
+        """
+        apart = self.place * self.size - other.place * other.size
+        least = -self.size + 1 + (apart + self.size - 1) % gcd(self.block_size, other.block_size)
+        return least < other.size
 
 
 def all_layers(num_layers: int) -> tuple[KvGroup, ...]:

@@ -27,6 +27,7 @@ IntegerArray = np.typing.NDArray[np.integer[Any]]
 _SMALLEST_BUCKET = 8  # blocks; below this, padding costs less than another call
 _ROWS_AT_ONCE = 256  # queries whose scores are laid out whole
 _MAX_GATHERED = 2048  # blocks of one group, which bounds the kept memory
+_LEAST = torch.finfo(torch.float32).min
 
 
 @dataclass(frozen=True)
@@ -110,20 +111,26 @@ class CpuAttention:
         window_size: tuple[int, int] = (-1, -1),
         soft_cap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        log_sums: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`soft_cap`: scores become soft_cap * tanh(score / soft_cap), 0: they stay. `sinks`, float32 [Hq]: a score of
-        each head that takes its share of the softmax and adds no value (arXiv 2309.17453)."""
+        each head that takes its share of the softmax and adds no value (arXiv 2309.17453). `log_sums`, float32
+        [T, Hq], gets the logarithm of the sum of each softmax, for `engine.attention.interface.merge`; a sequence with
+        one new token may have no keys then, and its row is zeros."""
         window, scoring = (window_size[0], 0 if causal else window_size[1]), _Scoring(softmax_scale, soft_cap, sinks)
         if self._kernels is not None and window[1] == 0:
-            return self._attend_in_place(self._kernels, q, (k, v), batch, scoring, window)
+            return self._attend_in_place(self._kernels, q, (k, v), batch, scoring, window, log_sums)
         groups = batch.once(("cpu decode", window), lambda: _decode_groups(batch, window, q.dtype))
         if len(groups) == 1 and groups[0].is_whole_batch:
-            return self._attend_group(q, k, v, groups[0], scoring)
+            return self._attend_group(q, k, v, groups[0], scoring, log_sums)
         out = torch.empty_like(q)
         for group in groups:
-            result = self._attend_group(q.index_select(0, group.rows), k, v, group, scoring)
+            own = None if log_sums is None else log_sums.new_empty((group.size, q.shape[1]))
+            result = self._attend_group(q.index_select(0, group.rows), k, v, group, scoring, own)
             out.index_copy_(0, group.rows, result)
-        self._attend_prefills(q, k, v, batch, scoring, window, out)
+            if log_sums is not None and own is not None:
+                log_sums.index_copy_(0, group.rows, own)
+        self._attend_prefills(q, k, v, batch, scoring, window, out, log_sums)
         return out
 
     def _attend_in_place(
@@ -134,16 +141,17 @@ class CpuAttention:
         batch: AttentionBatch,
         scoring: _Scoring,
         window: tuple[int, int],
+        log_sums: torch.Tensor | None,
     ) -> torch.Tensor:
         options = scoring.scale, window[0], scoring.soft_cap, scoring.sinks
         out = torch.empty(q.shape, dtype=q.dtype)
         alone = batch.once("cpu alone", lambda: _alone(batch, is_every=kernels.is_fixed))
         if alone is not None:
-            kernels.paged_attention(q, pages, alone.tables, alone.lengths, alone.rows, out, *options)
+            kernels.paged_attention(q, pages, alone.tables, alone.lengths, alone.rows, out, *options, log_sums)
         if kernels.is_fixed:
             return out
-        if not kernels.computes_prompts(q.dtype, q.shape[2]):
-            self._attend_prefills(q, *pages, batch, scoring, window, out)
+        if log_sums is not None or not kernels.computes_prompts(q.dtype, q.shape[2]):
+            self._attend_prefills(q, *pages, batch, scoring, window, out, log_sums)
             return out
         for prompt in batch.once("cpu prompts", lambda: _prompts(batch)):
             rows = slice(prompt.start, prompt.stop)
@@ -159,12 +167,21 @@ class CpuAttention:
         scoring: _Scoring,
         window: tuple[int, int],
         out: torch.Tensor,
+        log_sums: torch.Tensor | None,
     ) -> None:
         for one in batch.once(("cpu prefill", window), lambda: _prefills(batch, window, q.dtype)):
-            out[one.start : one.stop] = self._attend_one(q[one.start : one.stop], k, v, one, scoring)
+            rows = slice(one.start, one.stop)
+            own = None if log_sums is None else log_sums[rows]
+            out[rows] = self._attend_one(q[rows], k, v, one, scoring, own)
 
     def _attend_group(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: _DecodeGroup, scoring: _Scoring
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        group: _DecodeGroup,
+        scoring: _Scoring,
+        log_sums: torch.Tensor | None,
     ) -> torch.Tensor:
         num_kv_heads, head_dim = k.shape[2], q.shape[2]
         shape = (group.size, -1, num_kv_heads, head_dim)
@@ -172,11 +189,18 @@ class CpuAttention:
             t.view(shape).transpose(1, 2) for t in self._gather(k, v, group.blocks, q.dtype)
         )  # [n, H, M, D]
         queries = q.view(group.size, num_kv_heads, -1, head_dim)  # [n, H, G, D]
-        out = _attend(queries, keys, values, group.mask, scoring, scoring.sinks_of(num_kv_heads))
+        totals = None if log_sums is None else log_sums.view(queries.shape[:3])
+        out = _attend(queries, keys, values, group.mask, scoring, scoring.sinks_of(num_kv_heads), totals)
         return out.reshape(q.shape)
 
     def _attend_one(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, one: _Prefill, scoring: _Scoring
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        one: _Prefill,
+        scoring: _Scoring,
+        log_sums: torch.Tensor | None,
     ) -> torch.Tensor:
         num_queries, num_heads, head_dim = q.shape
         num_kv_heads = k.shape[2]
@@ -188,7 +212,8 @@ class CpuAttention:
             for pages in self._gather(k, v, one.blocks, q.dtype)
         )
         sinks = scoring.sinks_of(num_kv_heads)
-        out = _attend(queries, keys, values, one.mask, scoring, None if sinks is None else sinks.unsqueeze(-1))
+        totals = None if log_sums is None else log_sums.view(num_queries, num_kv_heads, group).permute(1, 2, 0)
+        out = _attend(queries, keys, values, one.mask, scoring, None if sinks is None else sinks.unsqueeze(-1), totals)
         return out.permute(2, 0, 1, 3).reshape(q.shape)
 
     def _gather(
@@ -213,11 +238,12 @@ def _attend(
     mask: torch.Tensor | None,
     scoring: _Scoring,
     sinks: torch.Tensor | None,
+    log_sums: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[.., Q, D] of [.., J, D]; without a mask each of the Q sees those up to its own of as many. `sinks` is
-    [.., Q or 1, 1]."""
+    [.., Q or 1, 1]; `log_sums`, [.., Q], is filled."""
     soft_cap = scoring.soft_cap
-    if not soft_cap and sinks is None:
+    if not soft_cap and sinks is None and log_sums is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scoring.scale)
     pieces = []
     for first in range(0, q.shape[-2], _ROWS_AT_ONCE):
@@ -233,8 +259,14 @@ def _attend(
         if sinks is not None:
             of_rows = sinks[..., rows, :] if sinks.shape[-2] > 1 else sinks
             scores = torch.cat([scores.float(), of_rows.expand(*scores.shape[:-1], 1)], dim=-1)
-        weights = torch.softmax(scores, dim=-1, dtype=torch.float32)[..., : k.shape[-2]]
-        pieces.append(weights.to(q.dtype) @ v)
+        if log_sums is None:
+            weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
+        else:
+            scores = scores.float()
+            totals = torch.logsumexp(scores, dim=-1, keepdim=True)
+            log_sums[..., rows] = totals.squeeze(-1)
+            weights = torch.exp(scores - totals.clamp(min=_LEAST))  # of no keys zeros, not NaN
+        pieces.append(weights[..., : k.shape[-2]].to(q.dtype) @ v)
     return torch.cat(pieces, dim=-2)
 
 

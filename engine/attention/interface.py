@@ -149,6 +149,14 @@ class Attention(Protocol):
         ...
 
 
+def merge(parts: torch.Tensor, log_sums: torch.Tensor) -> torch.Tensor:
+    """Attention to all keys, [T, Hq, D], of attention to n parts of them: [n, T, Hq, D], and the logarithms of the sums
+    of the softmaxes, float32 [n, T, Hq], as backends give them that take `log_sums` (arXiv 2501.01005). A part may have
+    no keys."""
+    shares = torch.softmax(log_sums, dim=0).unsqueeze(-1)
+    return (parts.float() * shares).sum(dim=0).to(parts.dtype)
+
+
 def unfixed(kernels: Kernels | None) -> str:
     """Says that a backend whose rows depend on one another does not fit, where kernels are fixed; empty elsewhere."""
     return "a row's bits depend on the rest of the step there" if kernels is not None and kernels.is_fixed else ""

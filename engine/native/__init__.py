@@ -35,7 +35,7 @@ _SIGNATURES: dict[str, list[Any]] = {
 _PAGE_SIGNATURES: dict[str, list[Any]] = {
     "rotate_and_store": [_POINTER, _POINTER, _FLOAT, *[_POINTER] * 5, *[_COUNT] * 4],
     "paged_attention": [
-        *[_POINTER, _COUNT, _POINTER, _POINTER, _POINTER, _COUNT, _POINTER, _POINTER, _POINTER],
+        *[_POINTER, _COUNT, _POINTER, _POINTER, _POINTER, _COUNT, _POINTER, _POINTER, _POINTER, _POINTER],
         *[*[_COUNT] * 5, _FLOAT, _COUNT, _FLOAT, _POINTER],
     ],
 }
@@ -154,13 +154,15 @@ class Native:
         window: int,
         soft_cap: float = 0.0,
         sinks: Tensor | None = None,
+        log_sums: Tensor | None = None,
     ) -> None:
         """Writes, for S sequences, what token `rows[s]` of q sees: its own and the keys before it.
 
         q and out are [T, Hq, D], tables int32 [S, B], lengths int32 [S] in tokens, rows int64 [S]; `window` is how many
         keys before its own it sees, -1 for all. Pages may be `engine.kv.pool.encode`d. Reads no key that is not asked
         for. `soft_cap`: scores become soft_cap * tanh(score / soft_cap), 0: they stay. `sinks`, float32 [Hq]: a score
-        of each head whose key has no value.
+        of each head whose key has no value. `log_sums`, float32 [T, Hq], gets the logarithm of the sum of each
+        softmax; of no keys that is -1e30, and what is seen zeros.
         """
         k, v = pages
         _, block_size, num_kv_heads, _ = k.shape
@@ -174,6 +176,7 @@ class Native:
             lengths.data_ptr(),
             rows.data_ptr(),
             out.data_ptr(),
+            _address(log_sums),
             lengths.shape[0],
             q.shape[1],
             num_kv_heads,

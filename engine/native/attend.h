@@ -8,6 +8,7 @@
 
 #pragma once
 
+#include <cmath>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -120,12 +121,14 @@ struct Scratch {
     for (int64_t i = 0; i < dim; ++i) so_far[i] *= shrink;
   }
 
+  // `logs`: where the logarithm of each head's softmax's sum goes, or null. Of no keys it is -1e30, and out 0.
   template <typename T>
-  void finish(int64_t heads, int64_t dim, T* out) {
+  void finish(int64_t heads, int64_t dim, T* out, float* logs) {
     for (int64_t h = 0; h < heads; ++h) {
-      const float of_total = 1.0f / total[h];
+      const float of_total = total[h] > 0 ? 1.0f / total[h] : 0.0f;
 #pragma omp simd
       for (int64_t i = 0; i < dim; ++i) store(out + h * dim + i, sum[h * dim + i] * of_total);
+      if (logs) logs[h] = total[h] > 0 ? best[h] + std::log(total[h]) : best[h];
     }
   }
 };
@@ -188,7 +191,7 @@ BATON_INLINE inline void by_fours(int64_t heads, Do&& todo) {
 // The query heads of one KV head, over keys [first, end).
 template <typename T, typename P>
 void attend_head(const Pages<P>& pages, const T* q, const int32_t* table, int64_t first, int64_t end, int64_t head, T* out,
-                 Scratch& s) {
+                 Scratch& s, float* logs) {
   const int64_t group = pages.group(), dim = pages.dim;
   const auto load = [&](const P* from, int64_t start, int64_t count) {
     load_heads(from, table, start, count, pages.kv_heads, head, dim, pages.block_size, s.keys.data());
@@ -207,7 +210,7 @@ void attend_head(const Pages<P>& pages, const T* q, const int32_t* table, int64_
       mix<heads.value>(&s.scores[g * kChunk], s.keys.data(), &s.sum[g * dim], count, dim);
     });
   }
-  s.finish(group, dim, out);
+  s.finish(group, dim, out, logs);
 }
 
 #ifdef HAS_BF16_DOT
@@ -257,7 +260,7 @@ inline void ask_for(const bfloat16* from, int64_t bytes) {
 // The query heads of KV heads [head, last), over keys [first, end).
 template <int D>
 void attend_heads(const Pages<bfloat16>& pages, const bfloat16* q, const int32_t* table, int64_t first, int64_t end,
-                  int64_t head, int64_t last, bfloat16* out, Scratch& s) {
+                  int64_t head, int64_t last, bfloat16* out, Scratch& s, float* logs) {
   const int64_t group = pages.group(), token = pages.kv_heads * D, bytes = (last - head) * D * 2;
   int64_t here[kChunk], after[kChunk];
   const auto locate = [&](int64_t start, int64_t* offsets) {  // what is past the end is the last key once more
@@ -288,25 +291,26 @@ void attend_heads(const Pages<bfloat16>& pages, const bfloat16* q, const int32_t
       });
     std::memcpy(here, after, sizeof here);
   }
-  s.finish((last - head) * group, D, out);
+  s.finish((last - head) * group, D, out, logs);
 }
 
 #endif
 
-// What the token sees through KV heads [head, last) of keys [first, end): q and out are those heads' [.., D].
+// What the token sees through KV heads [head, last) of keys [first, end): q and out are those heads' [.., D], `logs` as
+// for `finish`.
 template <typename T, typename P>
 void attend(const Pages<P>& pages, const T* q, const int32_t* table, int64_t length, int64_t head, int64_t last, T* out,
-            Scratch& s) {
+            Scratch& s, float* logs = nullptr) {
   const int64_t first = pages.window < 0 ? 0 : std::max<int64_t>(0, length - 1 - pages.window);
 #ifdef HAS_BF16_DOT
   if constexpr (std::is_same_v<T, bfloat16> && std::is_same_v<P, bfloat16>) {
-    if (pages.dim == 64) return attend_heads<64>(pages, q, table, first, length, head, last, out, s);
-    if (pages.dim == 128) return attend_heads<128>(pages, q, table, first, length, head, last, out, s);
-    if (pages.dim == 256) return attend_heads<256>(pages, q, table, first, length, head, last, out, s);
+    if (pages.dim == 64) return attend_heads<64>(pages, q, table, first, length, head, last, out, s, logs);
+    if (pages.dim == 128) return attend_heads<128>(pages, q, table, first, length, head, last, out, s, logs);
+    if (pages.dim == 256) return attend_heads<256>(pages, q, table, first, length, head, last, out, s, logs);
   }
 #endif
   for (int64_t h = head, step = pages.group() * pages.dim; h < last; ++h, q += step, out += step)
-    attend_head(pages, q, table, first, length, h, out, s);
+    attend_head(pages, q, table, first, length, h, out, s, logs ? logs + (h - head) * pages.group() : nullptr);
 }
 
 // How many KV heads one thread takes at a time, where so many sequences are shared among as many threads.

@@ -17,8 +17,9 @@ int64_t shares_of_one_head(const Pages<P>& pages, int64_t sequences, int64_t thr
 
 template <typename T, typename P>
 void paged_attention(const Pages<P>& pages, const T* q, int64_t q_stride, const int32_t* tables, int64_t table_width,
-                     const int32_t* lengths, const int64_t* rows, T* out, int64_t sequences) {
+                     const int32_t* lengths, const int64_t* rows, T* out, float* logs, int64_t sequences) {
   const int64_t most = omp_get_max_threads();
+  const auto logs_of = [&](int64_t s, int64_t head) { return logs ? logs + rows[s] * pages.q_heads + head : nullptr; };
   if (const int64_t shares = shares_of_one_head(pages, sequences, most); shares > 1) {
     const int64_t heads = pages.q_heads / shares;
 #pragma omp parallel
@@ -31,7 +32,7 @@ void paged_attention(const Pages<P>& pages, const T* q, int64_t q_stride, const 
         some.q_heads = heads;
         if (pages.sinks) some.sinks += first;
         attend(some, q + rows[s] * q_stride + first * pages.dim, tables + s * table_width, lengths[s], 0, 1,
-               out + (rows[s] * pages.q_heads + first) * pages.dim, scratch);
+               out + (rows[s] * pages.q_heads + first) * pages.dim, scratch, logs_of(s, first));
       }
     }
     return;
@@ -47,7 +48,7 @@ void paged_attention(const Pages<P>& pages, const T* q, int64_t q_stride, const 
       const int64_t s = unit / parts, head = unit % parts * at_once;
       const int64_t last = std::min(pages.kv_heads, head + at_once);
       attend(pages, q + rows[s] * q_stride + head * group * dim, tables + s * table_width, lengths[s], head, last,
-             out + (rows[s] * pages.q_heads + head * group) * dim, scratch);
+             out + (rows[s] * pages.q_heads + head * group) * dim, scratch, logs_of(s, head * group));
     }
   }
 }
@@ -60,13 +61,13 @@ extern "C" {
 #define BATON_PAGES(NAME, T, P)                                                                                        \
   void baton_paged_attention_##NAME(const void* q, int64_t q_stride, const void* k_pages, const void* v_pages,        \
                                     const int32_t* tables, int64_t table_width, const int32_t* lengths,               \
-                                    const int64_t* rows, void* out, int64_t sequences, int64_t q_heads,               \
+                                    const int64_t* rows, void* out, float* logs, int64_t sequences, int64_t q_heads,  \
                                     int64_t kv_heads, int64_t dim, int64_t block_size, float scale, int64_t window,   \
                                     float soft_cap, const float* sinks) {                                             \
     const Pages<P> pages{static_cast<const P*>(k_pages), static_cast<const P*>(v_pages), q_heads, kv_heads, dim,     \
                          block_size, scale, window, soft_cap, sinks};                                                 \
     paged_attention(pages, static_cast<const T*>(q), q_stride, tables, table_width, lengths, rows,                    \
-                    static_cast<T*>(out), sequences);                                                                 \
+                    static_cast<T*>(out), logs, sequences);                                                           \
   }
 
 BATON_PAGES(float32, float, float)

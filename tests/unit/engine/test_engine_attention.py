@@ -12,9 +12,10 @@ import plain_kernels
 import pytest
 import torch
 
+from cluster.kv_groups import TokenShare
 from engine.attention.cpu import CpuAttention
 from engine.attention.flash import FlashAttention, VarlenAttention
-from engine.attention.interface import AttentionBatch
+from engine.attention.interface import AttentionBatch, merge
 from engine.kv.pool import decode, encode
 from engine.native import DTYPES, Native, native
 from engine.step_input import SequenceSlice, build_step
@@ -177,6 +178,58 @@ def test_sinks_and_soft_caps_are_those_of_the_definition(
 
     wanted = _by_definition(problem, head_dim**-0.5, True, window, soft_cap, sinks)
     assert torch.allclose(out.float(), wanted, atol=1e-5 if dtype == torch.float32 else 0.03)
+
+
+@pytest.mark.parametrize("soft_cap", [0.0, 1.5])
+@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES.keys())
+def test_the_logarithms_of_the_softmaxs_sums_are_those_of_the_definition(
+    kernels: Native | None, lengths: list[tuple[int, int]], soft_cap: float
+) -> None:
+    problem = _problem(lengths, 16)
+    log_sums = torch.full((len(problem.q), HEADS), 7e7)
+    how = {"softmax_scale": 0.4, "soft_cap": soft_cap}
+
+    out = CpuAttention(kernels)(problem.q, problem.k, problem.v, problem.batch, **how, log_sums=log_sums)
+
+    assert torch.allclose(out, _by_definition(problem, 0.4, True, (-1, -1), soft_cap), atol=1e-5)
+    # A sink whose score is the logarithm of the sum takes half of the softmax.
+    row = len(out) - 1
+    halved = _by_definition(problem, 0.4, True, (-1, -1), soft_cap, sinks=log_sums[row])
+    assert torch.allclose(halved[row], out[row] / 2, atol=1e-5)
+    assert log_sums.max() < 1e3, "a row was left out"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "is_rounded"),
+    [
+        (torch.float32, 8, False),
+        (torch.float32, 8, True),
+        (torch.bfloat16, 64, False),
+        (torch.bfloat16, 72, False),
+        (torch.bfloat16, 64, True),
+    ],
+)
+@pytest.mark.parametrize("num_shares", [2, 4])
+def test_parts_of_the_keys_are_merged_to_what_all_of_them_give(
+    kernels: Native | None, num_shares: int, dtype: torch.dtype, head_dim: int, is_rounded: bool
+) -> None:
+    """Each part has an equal run of every block's tokens; of short sequences some have none."""
+    block_size = 16
+    size = block_size // num_shares
+    problem = _problem([(1, n) for n in (1, 2, 3, 16, 17, 600, 130, 29)], block_size, dtype, head_dim)
+    pages = [encode(page) if is_rounded else page for page in (problem.k, problem.v)]
+    backend, step, scale = CpuAttention(kernels), problem.batch.step, head_dim**-0.5
+    whole = backend(problem.q, *pages, problem.batch, softmax_scale=scale)
+    parts, log_sums = torch.empty((num_shares, *problem.q.shape), dtype=dtype), torch.empty(num_shares, 8, HEADS)
+    for place in range(num_shares):
+        share = TokenShare(block_size, num_shares, place)
+        lengths = np.array([share.num_before(int(length)) for length in step.seqlens_k], dtype=np.int32)
+        own = AttentionBatch(replace(step, seqlens_k=lengths), size, CPU)
+        held = [page[:, place * size : (place + 1) * size].contiguous() for page in pages]
+        parts[place] = backend(problem.q, *held, own, softmax_scale=scale, log_sums=log_sums[place])
+    assert parts[-1][0].eq(0).all() and log_sums[-1, 0].max() <= -1e30, "a part without keys"
+    error = (merge(parts, log_sums).float() - whole.float()).abs().max()
+    assert error < (1e-5 if dtype == torch.float32 else 0.02)
 
 
 def test_a_decode_batch_that_exceeds_the_kept_memory_is_computed_in_parts(
