@@ -4,8 +4,9 @@
     payload    [l, P, T, h, D] in the wire dtype, padded with zeros to 8 bytes; P planes: keys and values, or latents
     scales     [l, P, T, h] float32, in the formats that have them, padded likewise
 
-Of layers that keep a recurrent state the payload is that of the route's heads behind the last token, float32 in every
-wire format. A route that carries no heads of a group sends the header alone.
+T counts the tokens that the route carries of the range (`kv_transfer.shares`). Of layers that keep a recurrent state
+the payload is that of the route's heads behind the last token, float32 in every wire format. A route that carries no
+heads of a group, or no token of a range, sends the header alone.
 
 Both sides compute the same sizes from the range and the layouts; nothing that a header says is used for more than to
 be compared with what is expected. So whatever arrives, either the pages get exactly the chunk that was sent for them,
@@ -38,6 +39,7 @@ from kv_transfer import header, pages
 from kv_transfer.actions import Range
 from kv_transfer.header import HEADER_BYTES, DigestPolicy, Header
 from kv_transfer.layout import KvLayout, check_compatible, wire_dtype
+from kv_transfer.shares import Carried, RouteTokens
 from kv_transfer.states import StateHeads
 
 _ALIGNMENT = 8
@@ -78,12 +80,13 @@ class SlotCodec:
         *,
         is_sender: bool,
         states: StateHeads | None = None,
+        tokens: RouteTokens | None = None,
         wire_format: str = "native",
         digest: str = "on",
         kernel: pages.PageKernel | None = None,
     ) -> None:
-        """`states`: the heads of recurrent states that the route carries. `digest` (`on`, `sampled`, `off`) is the
-        sender's choice; a receiver checks what the header says. `kernel` copies pages.
+        """`states`: the heads of recurrent states that the route carries; `tokens`: which of them, None: all. `digest`
+        (`on`, `sampled`, `off`) is the sender's choice; a receiver checks what the header says. `kernel` copies pages.
 
         Raises LayoutMismatch, and ValueError for heads that this rank does not hold or an unknown digest policy.
         """
@@ -96,6 +99,7 @@ class SlotCodec:
         self._wire_dtype: torch.dtype = getattr(torch, self._wire_dtype_name)
         self._wire_format = wire_format
         self._groups, self._states = local.groups, states
+        self._tokens, self._num_shares = tokens, local.num_token_shares
         self._heads = heads
         self._num_heads = heads.stop - heads.start
         self._num_planes, self._head_dim = local.num_planes, local.head_dim
@@ -105,6 +109,8 @@ class SlotCodec:
 
     def slot_bytes(self, num_cells: int) -> int:
         """Size of a slot that holds any range of up to `num_cells` tokens times layers, a multiple of 64."""
+        if self._tokens is not None:
+            num_cells = self._tokens.most_cells(num_cells, num_rows(self._groups))
         most = self._code_bytes(num_cells) + self._scale_bytes(num_cells)
         if self._states is not None:  # all layers of a group at a time
             most = max(most, _padded(self._states.size_bytes(num_rows(self._groups)), _ALIGNMENT))
@@ -115,7 +121,8 @@ class SlotCodec:
         if self._groups[what.group].has_state:
             assert self._states is not None, "layers keep a state that has no shape"
             return HEADER_BYTES + _padded(self._states.size_bytes(what.layer_end - what.layer_start), _ALIGNMENT)
-        return HEADER_BYTES + self._code_bytes(what.num_cells) + self._scale_bytes(what.num_cells)
+        num_cells = self._carried(what).num_cells
+        return HEADER_BYTES + self._code_bytes(num_cells) + self._scale_bytes(num_cells)
 
     def moved_bytes(self, what: Range) -> int:
         """All that is sent."""
@@ -127,7 +134,7 @@ class SlotCodec:
         `kv` is [L, P, N, B, H, D]; `slot` uint8, contiguous, at an address that 8 divides. With both on a GPU, work is
         launched on the current stream and not waited for; otherwise the slot is ready on return. Raises ValueError.
         """
-        pages.check_range(kv, block_table, what)
+        pages.check_range(kv, block_table, what, self._num_shares)
         size = self._check_slot(slot, what)
         with torch.inference_mode():
             filled = slot[:size]
@@ -143,7 +150,7 @@ class SlotCodec:
 
         Raises Corrupted, and ValueError for a range or slot that does not fit; no page has been written then.
         """
-        pages.check_range(kv, block_table, what)
+        pages.check_range(kv, block_table, what, self._num_shares)
         size = self._check_slot(slot, what)
         with torch.inference_mode():
             filled = slot[:size]
@@ -158,14 +165,15 @@ class SlotCodec:
             heads, values = self._state_values(slot, what)
             heads.gather(kv, block_table, what, values)
             return
-        codes, scales = self._views(slot, what)
-        self._clear_padding(slot, what)
+        carried = self._carried(what)
+        codes, scales = self._views(slot, carried)
+        self._clear_padding(slot, carried.num_cells)
         if scales is None:
-            pages.gather(kv, block_table, what, self._heads, codes, self._kernel)
+            pages.gather(kv, block_table, carried.span, self._heads, codes, self._kernel, carried.places)
             return
-        for piece, place in self._pieces(kv, what):
+        for piece, place in self._pieces(kv, carried):
             values = torch.empty(codes[place].shape, dtype=kv.dtype, device=kv.device)
-            pages.gather(kv, block_table, piece, self._heads, values, self._kernel)
+            pages.gather(kv, block_table, piece.span, self._heads, values, self._kernel, piece.places)
             quantize(values, codes[place], scales[place])
 
     def _decode(self, slot: Tensor, kv: Tensor, block_table: Sequence[int], what: Range) -> None:
@@ -175,14 +183,18 @@ class SlotCodec:
             heads, values = self._state_values(slot, what)
             heads.scatter(kv, block_table, what, values)
             return
-        codes, scales = self._views(slot, what)
+        carried = self._carried(what)
+        codes, scales = self._views(slot, carried)
         if scales is None:
-            pages.scatter(kv, block_table, what, self._heads, codes, self._kernel)
+            pages.scatter(kv, block_table, carried.span, self._heads, codes, self._kernel, carried.places)
             return
-        for piece, place in self._pieces(kv, what):
+        for piece, place in self._pieces(kv, carried):
             values = torch.empty(codes[place].shape, dtype=kv.dtype, device=kv.device)
             dequantize(codes[place], scales[place], values)
-            pages.scatter(kv, block_table, piece, self._heads, values, self._kernel)
+            pages.scatter(kv, block_table, piece.span, self._heads, values, self._kernel, piece.places)
+
+    def _carried(self, what: Range) -> Carried:
+        return Carried(what) if self._tokens is None else self._tokens.carried(what)
 
     def _state_values(self, slot: Tensor, what: Range) -> tuple[StateHeads, Tensor]:
         """The route's heads of states, and the view of a slot that has their values, float32 [l, V]."""
@@ -191,33 +203,33 @@ class SlotCodec:
         end = HEADER_BYTES + self._states.size_bytes(num_layers)
         return self._states, slot[HEADER_BYTES:end].view(torch.float32).view(num_layers, -1)
 
-    def _pieces(self, kv: Tensor, what: Range) -> Iterator[tuple[Range, tuple[slice, slice, slice]]]:
+    def _pieces(self, kv: Tensor, carried: Carried) -> Iterator[tuple[Carried, tuple[slice, slice, slice]]]:
         """Cuts a range so that what is in work at once stays in a cache; with each piece its place in the views."""
         cell_bytes = self._num_rows * self._head_dim * torch.float32.itemsize
         room = max(1, (_GPU_PIECE_BYTES if kv.is_cuda else _CPU_PIECE_BYTES) // cell_bytes)
-        num_tokens = min(room, what.num_tokens)
+        num_tokens, what = min(room, carried.num_tokens), carried.span
         num_layers = room // num_tokens
         for layer in range(what.layer_start, what.layer_end, num_layers):
             layers = slice(layer, min(layer + num_layers, what.layer_end))
-            for token in range(what.token_start, what.token_end, num_tokens):
-                tokens = slice(token, min(token + num_tokens, what.token_end))
-                piece = Range(tokens.start, tokens.stop, layers.start, layers.stop, what.group)
-                yield piece, (_moved(layers, -what.layer_start), slice(None), _moved(tokens, -what.token_start))
+            for token in range(0, carried.num_tokens, num_tokens):
+                tokens = slice(token, min(token + num_tokens, carried.num_tokens))
+                yield carried.part(layers, tokens), (_moved(layers, -what.layer_start), slice(None), tokens)
 
-    def _views(self, slot: Tensor, what: Range) -> tuple[Tensor, Tensor | None]:
+    def _views(self, slot: Tensor, carried: Carried) -> tuple[Tensor, Tensor | None]:
         """Codes [l, P, T, h, D] and scales [l, P, T, h] of a slot; no scales in the native format."""
-        shape = (what.layer_end - what.layer_start, self._num_planes, what.num_tokens, self._num_heads)
-        num_codes = what.num_cells * self._num_rows * self._head_dim
+        what, num_cells = carried.span, carried.num_cells
+        shape = (what.layer_end - what.layer_start, self._num_planes, carried.num_tokens, self._num_heads)
+        num_codes = num_cells * self._num_rows * self._head_dim
         used = num_codes * self._wire_dtype.itemsize
         codes = slot[HEADER_BYTES : HEADER_BYTES + used].view(self._wire_dtype).view(*shape, self._head_dim)
-        if not self._scale_bytes(what.num_cells):
+        if not self._scale_bytes(num_cells):
             return codes, None
-        start = HEADER_BYTES + self._code_bytes(what.num_cells)
-        used = what.num_cells * self._num_rows * SCALE_BYTES
+        start = HEADER_BYTES + self._code_bytes(num_cells)
+        used = num_cells * self._num_rows * SCALE_BYTES
         return codes, slot[start : start + used].view(torch.float32).view(shape)
 
-    def _clear_padding(self, slot: Tensor, what: Range) -> None:
-        start = HEADER_BYTES + self._code_bytes(what.num_cells)
+    def _clear_padding(self, slot: Tensor, num_cells: int) -> None:
+        start = HEADER_BYTES + self._code_bytes(num_cells)
         slot[start - _ALIGNMENT : start].zero_()
         slot[-_ALIGNMENT:].zero_()
 

@@ -4,7 +4,8 @@ Pure arithmetic, no tensors: heads are numbered globally, ranks by their place i
 It does not know where the tokens lie (`pages`) or how bytes travel (`transport`).
 
 With at least as many KV heads as ranks, each rank holds an equal contiguous run of heads. With more ranks than heads,
-heads are replicated: rank r holds the one head `r * num_kv_heads // tp_size`.
+heads are replicated: rank r holds the one head `r * num_kv_heads // tp_size`. Or each rank holds an equal run of every
+block's tokens, all heads of them: a latent has one head (docs/adr/0016-latents-on-one-rank-each.md).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from cluster.errors import BatonError
-from cluster.kv_groups import STATE_WINDOW, KvGroup, StateShape, all_layers, group_layers
+from cluster.kv_groups import STATE_WINDOW, KvGroup, StateShape, TokenShare, all_layers, group_layers
 from cluster.pb import handoff_pb2
 
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
@@ -59,6 +60,8 @@ class KvLayout:
     """Layers that keep a recurrent state; their window is `STATE_WINDOW`."""
     state: StateShape | None = None
     """The shape of the states of those layers."""
+    num_token_shares: int = 1
+    """1: a rank keeps all tokens of a block; or as many as ranks, of which each keeps one of as many runs of them."""
 
     def __post_init__(self) -> None:
         for name, most in _LIMITS.items():
@@ -73,6 +76,7 @@ class KvLayout:
         if len(self.layer_windows) not in (0, self.num_layers):
             raise LayoutMismatch(f"KV layout: {len(self.layer_windows)} windows are given for {self.num_layers} layers")
         self._check_states()
+        self._check_shares()
         larger, smaller = max(self.num_kv_heads, self.tp_size), min(self.num_kv_heads, self.tp_size)
         if larger % smaller:
             fitting = [n for n in range(1, self.num_kv_heads + 1) if self.num_kv_heads % n == 0]
@@ -97,6 +101,16 @@ class KvLayout:
         if room < wanted:
             raise LayoutMismatch(f"KV layout: a block has {room} bytes for a layer, and a recurrent state {wanted}")
 
+    def _check_shares(self) -> None:
+        count = self.num_token_shares
+        if count == 1:
+            return
+        if count != self.tp_size or self.block_size % count or self.num_kv_heads != 1 or self.state is not None:
+            raise LayoutMismatch(
+                f"KV layout: blocks of {self.block_size} tokens cannot be divided into {count} shares for "
+                f"{self.tp_size} ranks; use as many as ranks, which divide the block, for one KV head and no states"
+            )
+
     @cached_property
     def groups(self) -> tuple[KvGroup, ...]:
         """The groups of layers that lie in blocks of their own."""
@@ -112,6 +126,16 @@ class KvLayout:
     def num_local_rows(self) -> int:
         """Rows of `head_dim` values that a rank keeps of one token in one layer."""
         return self.num_planes * self.num_local_heads
+
+    @property
+    def num_local_tokens(self) -> int:
+        """Tokens of a block that a rank keeps."""
+        return self.block_size // self.num_token_shares
+
+    def share_of(self, tp_rank: int) -> TokenShare:
+        """The tokens of a block that a rank keeps."""
+        count = self.num_token_shares
+        return TokenShare(self.block_size, count, tp_rank if count > 1 else 0)
 
     def head_range(self, tp_rank: int) -> range:
         """Global ids of the heads that a rank holds."""
@@ -136,6 +160,7 @@ class KvLayout:
             num_planes=self.num_planes,
             layer_windows=[window or 0 for window in self.layer_windows],
             state_layers=self.state_layers,
+            num_token_shares=self.num_token_shares,
             num_state_heads=0 if self.state is None else self.state.num_heads,
             state_part_sizes=() if self.state is None else self.state.part_sizes,
         )
@@ -154,6 +179,7 @@ class KvLayout:
             num_planes=message.num_planes or 2,
             layer_windows=tuple(window or None for window in message.layer_windows),
             state_layers=tuple(message.state_layers),
+            num_token_shares=message.num_token_shares or 1,
             state=(
                 StateShape(message.num_state_heads, tuple(message.state_part_sizes))
                 if message.num_state_heads
@@ -163,6 +189,7 @@ class KvLayout:
 
     def __str__(self) -> str:
         kept = f"{self.num_kv_heads} KV heads" if self.num_planes == 2 else "latents"
+        kept += "" if self.num_token_shares == 1 else f" split over {self.num_token_shares} ranks"
         return (
             f"{self.model} [{self.num_layers} layers, {kept} of {self.head_dim}, {self.dtype}, "
             f"tp_size {self.tp_size}, block_size {self.block_size}]"
@@ -172,7 +199,8 @@ class KvLayout:
 @dataclass(frozen=True)
 class Route:
     """Heads [head_start, head_end) and heads of states [state_start, state_end), numbered globally, that one sending
-    rank carries to one receiving rank; of one kind there may be none."""
+    rank carries to one receiving rank; of one kind there may be none. Where either keeps a part of each block's tokens,
+    those that both keep."""
 
     src_rank: int
     dst_rank: int
@@ -183,7 +211,8 @@ class Route:
 
 
 def check_compatible(sender: KvLayout, receiver: KvLayout) -> None:
-    """Raises LayoutMismatch, naming both, unless they differ in tp_size, block_size and a dtype that can be bridged.
+    """Raises LayoutMismatch, naming both, unless they differ in tp_size, block_size, num_token_shares and a dtype that
+    can be bridged.
 
     float16 receives float16 only: the other two reach beyond its range, in every wire format. What is rounded goes to
     the same only.
@@ -231,7 +260,7 @@ def page_obstacle(sender: KvLayout, receiver: KvLayout, wire_format: str) -> str
     """Returns why the receiver cannot copy whole tokens out of the sender's own pages, or nothing."""
     if wire_format != "native":
         return f"wire_format is {wire_format}"
-    for name in ("dtype", "block_size", "tp_size"):
+    for name in ("dtype", "block_size", "tp_size", "num_token_shares"):
         ours, theirs = getattr(sender, name), getattr(receiver, name)
         if ours != theirs:
             return f"{name} is {ours} at the sender and {theirs} at the receiver"
@@ -248,7 +277,8 @@ def wire_dtype(sender: KvLayout, wire_format: str) -> str:
 
 def routes(sender: KvLayout, receiver: KvLayout) -> tuple[Route, ...]:
     """Every receiving rank gets each of its heads exactly once, from the lowest rank that holds it; with states and as
-    many ranks on either side, from the rank of its own number, and each head of states from the one that holds it.
+    many ranks on either side, from the rank of its own number, and each head of states from the one that holds it. Of
+    a sender whose ranks share tokens, from each rank that keeps some of the receiving rank's.
 
     Ordered by (src_rank, dst_rank). All ranks of both sides make their pairs in this one order, so that no circle of
     ranks can wait for one another. Raises LayoutMismatch.
@@ -259,6 +289,9 @@ def routes(sender: KvLayout, receiver: KvLayout) -> tuple[Route, ...]:
     for dst_rank in range(receiver.tp_size):
         wanted = receiver.head_range(dst_rank)
         senders = {dst_rank} if is_equal else {sender.first_holder(head) for head in wanted}
+        if sender.num_token_shares > 1:
+            own = receiver.share_of(dst_rank)
+            senders = {rank for rank in range(sender.tp_size) if own.meets(sender.share_of(rank))}
         wanted_states = state.head_range(dst_rank, receiver.tp_size) if state is not None else range(0)
         for src_rank in range(sender.tp_size):
             heads = _common(wanted, sender.head_range(src_rank)) if src_rank in senders else range(0)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kv_transfer.actions import Range
+from kv_transfer.shares import Places
 
 PageKernel = Callable[[Tensor, Sequence[int], int, slice, slice, Tensor, bool], bool]
 """`engine.triton.page_copies.copy_range`; returns False, and has done nothing, for a range that it does not take."""
@@ -39,10 +40,16 @@ def gather(
     heads: slice,
     out: Tensor,
     kernel: PageKernel | None = None,
+    places: Places | None = None,
 ) -> None:
-    """Copies the range, of the local heads `heads`, into `out`. Raises ValueError."""
+    """Copies the range, of the local heads `heads`, into `out`; with `places`, int64 [T], these tokens of it. Raises
+    ValueError."""
     with torch.inference_mode():
-        tokens = _token_rows(kv, block_table, what, heads, out)
+        tokens = _token_rows(kv, block_table, what, heads, out, places)
+        if places is not None:
+            found = tokens.index_select(2, _rows_of(kv, block_table, places))
+            out.copy_(found)
+            return
         if out.dtype == kv.dtype and _copied_by(kernel, kv, block_table, what, heads, out, is_gather=True):
             return
         if kv.is_cuda:
@@ -63,10 +70,15 @@ def scatter(
     heads: slice,
     source: Tensor,
     kernel: PageKernel | None = None,
+    places: Places | None = None,
 ) -> None:
-    """Copies `source` to the range, of the local heads `heads`. Raises ValueError."""
+    """Copies `source` to the range, of the local heads `heads`; with `places`, int64 [T], to these tokens of it. Raises
+    ValueError."""
     with torch.inference_mode():
-        tokens = _token_rows(kv, block_table, what, heads, source)
+        tokens = _token_rows(kv, block_table, what, heads, source, places)
+        if places is not None:
+            tokens.index_copy_(2, _rows_of(kv, block_table, places), source.to(kv.dtype))
+            return
         if kernel is not None or kv.is_cuda:
             source = source.to(kv.dtype)
         if _copied_by(kernel, kv, block_table, what, heads, source, is_gather=False):
@@ -112,9 +124,10 @@ def copy_across(
                 to[:, :, own_rows.start + inner.start : own_rows.start + inner.stop] = at[:, :, their_rows]
 
 
-def check_range(kv: Tensor, block_table: Sequence[int], what: Range) -> None:
-    """Raises ValueError unless the cache has the layers, and the block table the tokens in blocks that exist."""
-    num_layers, num_blocks, block_size = kv.shape[0], kv.shape[2], kv.shape[3]
+def check_range(kv: Tensor, block_table: Sequence[int], what: Range, num_shares: int = 1) -> None:
+    """Raises ValueError unless the cache has the layers, and the block table the tokens in blocks that exist. `kv` has
+    one of `num_shares` of each block's tokens."""
+    num_layers, num_blocks, block_size = kv.shape[0], kv.shape[2], kv.shape[3] * num_shares
     if not 0 <= what.layer_start < what.layer_end <= num_layers:
         raise ValueError(f"layers [{what.layer_start}, {what.layer_end}) are no range of {num_layers} layers")
     if not 0 <= what.token_start < what.token_end:
@@ -150,13 +163,15 @@ def _copied_by(
     return kernel(kv, blocks, offset, slice(what.layer_start, what.layer_end), heads, buffer, is_gather)
 
 
-def _token_rows(kv: Tensor, block_table: Sequence[int], what: Range, heads: slice, buffer: Tensor) -> Tensor:
+def _token_rows(
+    kv: Tensor, block_table: Sequence[int], what: Range, heads: slice, buffer: Tensor, places: Places | None
+) -> Tensor:
     """[l, P, N*B, h, D], a view: writing to it writes the cache itself. Raises ValueError."""
     check_range(kv, block_table, what)
     layers, planes, num_blocks, block_size, num_heads, head_dim = kv.shape
     rows = kv.view(layers, planes, num_blocks * block_size, num_heads, head_dim)
     rows = rows[what.layer_start : what.layer_end, :, :, heads]
-    expected = (len(rows), planes, what.num_tokens, *rows.shape[3:])
+    expected = (len(rows), planes, what.num_tokens if places is None else len(places), *rows.shape[3:])
     if tuple(buffer.shape) != expected or not buffer.is_contiguous():
         raise ValueError(f"the buffer is {tuple(buffer.shape)}, stride {buffer.stride()}; give a contiguous {expected}")
     if buffer.device != kv.device:
@@ -212,3 +227,11 @@ def _row_index(kv: Tensor, block_table: Sequence[int], what: Range) -> Tensor:
     skipped = first * block_size
     rows = rows[what.token_start - skipped : what.token_end - skipped]
     return rows.pin_memory().to(kv.device, non_blocking=True)
+
+
+def _rows_of(kv: Tensor, block_table: Sequence[int], places: Places) -> Tensor:
+    """Rows of tokens that do not lie one behind the other, likewise; on kv's device."""
+    block_size = kv.shape[3]
+    blocks = np.asarray(block_table, dtype=np.int64)[places // block_size]
+    rows = torch.from_numpy(blocks * block_size + places % block_size)
+    return rows.pin_memory().to(kv.device, non_blocking=True) if kv.is_cuda else rows

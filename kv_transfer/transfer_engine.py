@@ -44,6 +44,7 @@ from kv_transfer.fault_injection import Faults
 from kv_transfer.layout import KvLayout, Route, routes
 from kv_transfer.page_lists import PageListCodec
 from kv_transfer.rank_pair import RankPair, RouteEnd
+from kv_transfer.shares import RouteTokens
 from kv_transfer.states import StateHeads
 from kv_transfer.timed_wire import TimedWire
 from kv_transfer.transports.interface import Meeting, PoolMemory, StoreClients, TransferWork
@@ -99,7 +100,7 @@ class TransferEngine:
         `compute_stream` writes and reads the pages; None: the device's default. Raises ValueError.
         """
         heads = layout.num_local_heads, layout.head_dim
-        expected = (num_rows(layout.groups), layout.num_planes, kv.shape[2], layout.block_size, *heads)
+        expected = (num_rows(layout.groups), layout.num_planes, kv.shape[2], layout.num_local_tokens, *heads)
         if tuple(kv.shape) != expected or kv.dtype != getattr(torch, layout.dtype):
             raise ValueError(f"the KV cache is {tuple(kv.shape)} {kv.dtype}; its layout says {expected} {layout.dtype}")
         self._kv = kv
@@ -217,7 +218,8 @@ class TransferEngine:
 
     def _codec(self, spec: rank_pb2.OpenPair, remote: KvLayout, route: Route) -> ChunkCodec:
         if shares_pages(spec.agreed.transport):
-            return PageListCodec(self._layout, remote, wire_format=spec.agreed.wire_format, kernel=self._pool_kernel)
+            place, how = self._tp_rank, spec.agreed.wire_format
+            return PageListCodec(self._layout, remote, tp_rank=place, wire_format=how, kernel=self._pool_kernel)
         first = self._layout.head_range(self._tp_rank).start if route.head_end > route.head_start else 0
         heads = slice(route.head_start - first, route.head_end - first)
         return SlotCodec(
@@ -225,6 +227,7 @@ class TransferEngine:
             remote,
             heads,
             states=StateHeads.of(route, self._layout, self._tp_rank),
+            tokens=RouteTokens.of(route, self._layout, remote, is_sender=spec.is_sender),
             is_sender=spec.is_sender,
             wire_format=spec.agreed.wire_format,
             digest=self._digest,
@@ -306,7 +309,8 @@ class TransferEngine:
         """Posts the receives of a chunk; the sender may be granted as soon as this returns."""
         pair = self.find_pair(chunk.epoch)
         self._check(pair, chunk, is_sender=False)
-        pages.check_range(self._kv, block_table, chunk.range)  # refused before anything is on its way
+        # Refused before anything is on its way.
+        pages.check_range(self._kv, block_table, chunk.range, self._layout.num_token_shares)
         with self._retiring_on_failure(pair):
             ends = pair.post_receive(chunk.slot)
             works = [end.pair.receive(chunk.slot, end.codec.num_bytes(chunk.range)) for end in ends]

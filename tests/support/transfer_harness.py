@@ -50,7 +50,7 @@ class Worker:
         used = -(-TOKENS // size)
         order = torch.randperm(used + 3, generator=torch.Generator().manual_seed(self.layout.tp_size * size)).tolist()
         self.table = order[:used]
-        shape = (LAYERS, 2, used + 3, size, self.layout.num_local_heads, DIM)
+        shape = (LAYERS, 2, used + 3, self.layout.num_local_tokens, self.layout.num_local_heads, DIM)
         for rank in range(self.layout.tp_size):
             cache = torch.full(shape, POISON, dtype=getattr(torch, self.layout.dtype))
             self.caches.append(cache)
@@ -83,7 +83,10 @@ class Worker:
             heads = self.layout.head_range(rank)
             expected = cache.clone()
             for t in range(start, end):
-                block, offset = self.table[t // self.layout.block_size], t % self.layout.block_size
+                block = self.table[t // self.layout.block_size]
+                place, offset = divmod(t % self.layout.block_size, self.layout.num_local_tokens)
+                if place != self.layout.share_of(rank).place:
+                    continue
                 for layer in layers:
                     expected[layer, :, block, offset] = truth[layer, :, t, heads.start : heads.stop]
             filled.append(expected)
@@ -110,15 +113,18 @@ class Worker:
         return rank_pb2.OpenPair(pair_epoch=epoch, is_sender=is_sender, remote=remote.to_proto(), agreed=agreed)
 
 
-def make_layout(tp_size: int = 1, block_size: int = 4, dtype: str = "float32", model: str = "m") -> KvLayout:
+def make_layout(
+    tp_size: int = 1, block_size: int = 4, dtype: str = "float32", model: str = "m", heads: int = HEADS, shares: int = 1
+) -> KvLayout:
     return KvLayout(
         num_layers=LAYERS,
-        num_kv_heads=HEADS,
+        num_kv_heads=heads,
         head_dim=DIM,
         dtype=dtype,
         tp_size=tp_size,
         block_size=block_size,
         model=model,
+        num_token_shares=shares,
     )
 
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_cases import POISON, RankCaches
+from kv_cases import POISON, RankCaches, decoded, make_slot, move
 
 from cluster.errors import Corrupted, TransferFailed
 from kv_transfer import codec as codec_module
 from kv_transfer.actions import Range
 from kv_transfer.codec import SlotCodec
 from kv_transfer.header import HEADER_BYTES
-from kv_transfer.layout import FLOAT_DTYPES, WIRE_FORMATS, KvLayout, LayoutMismatch, routes
+from kv_transfer.layout import FLOAT_DTYPES, WIRE_FORMATS, KvLayout, LayoutMismatch
 
 LAYOUT = KvLayout(num_layers=3, num_kv_heads=8, head_dim=4, dtype="bfloat16", tp_size=1, block_size=4, model="m")
 TOKENS = 21
@@ -31,49 +31,6 @@ def make_truth(layout: KvLayout = LAYOUT, seed: int = 1) -> torch.Tensor:
     """[L, P, T, H, D] in the layout's dtype."""
     shape = (layout.num_layers, layout.num_planes, TOKENS, layout.num_kv_heads, layout.head_dim)
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(getattr(torch, layout.dtype))
-
-
-def make_slot(codec: SlotCodec, num_cells: int = 3 * TOKENS) -> torch.Tensor:
-    return torch.full((codec.slot_bytes(num_cells),), 0xAB, dtype=torch.uint8)
-
-
-def move(
-    sender: RankCaches, receiver: RankCaches, ranges: list[Range], wire_format: str = "native", digest: str = "on"
-) -> None:
-    """Through one slot for each route, range after range."""
-    for route in routes(sender.layout, receiver.layout):
-        codecs, kvs = [], []
-        for side, rank, other in ((sender, route.src_rank, receiver), (receiver, route.dst_rank, sender)):
-            first = side.layout.head_range(rank).start
-            heads = slice(route.head_start - first, route.head_end - first)
-            codecs.append(
-                SlotCodec(
-                    side.layout,
-                    other.layout,
-                    heads,
-                    is_sender=side is sender,
-                    wire_format=wire_format,
-                    digest=digest,
-                )
-            )
-            kvs.append(side.caches[rank])
-        slot = make_slot(codecs[0], max(what.num_cells for what in ranges))
-        for tag, what in enumerate(ranges):
-            size = codecs[0].pack(kvs[0], sender.table, what, tag, slot)
-            assert size == codecs[0].num_bytes(what) == codecs[1].num_bytes(what)
-            codecs[1].unpack(slot[:size].clone(), kvs[1], receiver.table, what, tag)
-
-
-def decoded(truth: torch.Tensor, wire_format: str, dtype: str) -> torch.Tensor:
-    """What `truth` looks like after the wire: rows of D values are coded on their own, so all at once will do."""
-    target: torch.dtype = getattr(torch, dtype)
-    if wire_format == "native":
-        return truth.to(target)
-    largest = 127.0 if wire_format == "int8" else 448.0
-    scales = truth.float().abs().amax(-1, keepdim=True) / largest
-    scaled = truth.float() * scales.reciprocal()
-    codes = scaled.round() if wire_format == "int8" else scaled.to(torch.float8_e4m3fn).float()
-    return (codes * scales).to(target)
 
 
 def one_pair(

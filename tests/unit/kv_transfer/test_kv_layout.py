@@ -85,6 +85,44 @@ def test_ranks_that_replicate_a_lower_one_send_nothing() -> None:
     assert routes(sender, receiver) == (Route(0, 0, 0, 1), Route(2, 1, 1, 2))
 
 
+@given(
+    st.tuples(st.sampled_from([1, 2, 3, 4]), st.integers(1, 5)),
+    st.tuples(st.sampled_from([1, 2, 3, 4]), st.integers(1, 5)),
+)
+def test_ranks_meet_that_keep_some_token_in_common(ours: tuple[int, int], theirs: tuple[int, int]) -> None:
+    """Shares, and the tokens of each, on either side: against all tokens of both sides' blocks, one by one."""
+    sender, receiver = (
+        replace(LAYOUT, num_kv_heads=1, tp_size=count, num_token_shares=count, block_size=count * size)
+        for count, size in (ours, theirs)
+    )
+    common = set()
+    for token in range(sender.block_size * receiver.block_size):
+        holders = (token % layout.block_size // layout.num_local_tokens for layout in (sender, receiver))
+        common.add(tuple(holders))
+    assert [(route.src_rank, route.dst_rank) for route in routes(sender, receiver)] == sorted(common)
+
+
+def test_equal_ranks_that_share_tokens_meet_those_of_their_number() -> None:
+    shared = replace(LAYOUT, num_kv_heads=1, tp_size=8, num_token_shares=8, block_size=64)
+    assert routes(shared, shared) == tuple(Route(rank, rank, 0, 1) for rank in range(8))
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_token_shares": 4}, {"block_size": 15}, {"num_kv_heads": 2}, {"tp_size": 4}], ids=str
+)
+def test_shares_that_cannot_be_are_refused(change: dict[str, int]) -> None:
+    fitting = replace(LAYOUT, num_kv_heads=1, num_token_shares=2)
+    assert fitting.num_local_tokens == 8
+    with pytest.raises(LayoutMismatch, match="cannot be divided into"):
+        replace(fitting, **change)
+
+
+def test_a_layout_with_shares_survives_its_message() -> None:
+    shared = replace(LAYOUT, num_kv_heads=1, num_planes=1, num_token_shares=2)
+    assert KvLayout.from_proto(handoff_pb2.KvLayout.FromString(shared.to_proto().SerializeToString())) == shared
+    assert "latents split over 2 ranks" in str(shared)
+
+
 def test_a_rank_outside_the_group_is_refused() -> None:
     with pytest.raises(ValueError, match=r"tp_rank 2 is outside \[0, 2\)"):
         LAYOUT.head_range(2)

@@ -81,6 +81,24 @@ def test_pages_are_copied_to_pages_and_no_other_is_touched(
     assert received == gathered == LAYERS * 2 * (43 - 5) * receiver.layout.num_local_heads * DIM * size * tp_size
 
 
+@pytest.mark.parametrize(("tp_size", "block_size"), [(2, 4), (4, 8), (4, 4)])
+def test_of_shared_tokens_each_rank_copies_its_own(
+    workers: list[Worker], store_address: str, tp_size: int, block_size: int
+) -> None:
+    """Some chunks have no token for some ranks."""
+    layout = make_layout(tp_size, block_size, heads=1, shares=tp_size)
+    sender, receiver = SharedWorker(layout), SharedWorker(layout, extra_blocks=5)
+    workers += [sender, receiver]
+    truth = make_truth()[:, :, :, :1]
+    sender.load(truth)
+    open_both(sender, receiver, "e1", store_address, TRANSPORT)
+    expected = receiver.fill(truth, 5, 43)
+    gathered, received = move(sender, receiver, "e1", [(5, 21), (21, 22), (22, 37), (37, 43)])
+    for rank, cache in enumerate(receiver.caches):
+        assert torch.equal(cache, expected[rank]), f"receiving rank {rank}"
+    assert received == gathered == LAYERS * 2 * (43 - 5) * DIM * 4
+
+
 def test_some_layers_of_many_tokens_are_those_and_no_others(workers: list[Worker], store_address: str) -> None:
     sender, receiver = shared_pair(workers, store_address)
     expected = receiver.fill(make_truth(), 3, 35, range(1, 2))

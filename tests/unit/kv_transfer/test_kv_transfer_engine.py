@@ -60,6 +60,34 @@ def test_any_shape_reaches_any_shape_and_no_other_page_is_touched(
 
 
 @both
+@pytest.mark.parametrize("receiving", [(4, 1), (4, 4), (2, 2), (1, 1)], ids=str)
+@pytest.mark.parametrize("sending", [(4, 4), (2, 1)], ids=str)
+def test_ranks_that_share_tokens_get_and_send_their_own(
+    workers: list[Worker],
+    store_address: str,
+    sending: tuple[int, int],
+    receiving: tuple[int, int],
+    transport: str,
+) -> None:
+    """Ranks, and shares of each block's tokens. Some chunks have no token for some of the routes."""
+    (tp_size, shares), (other_size, other_shares) = sending, receiving
+    sender = Worker(make_layout(tp_size, 8, heads=1, shares=shares))
+    receiver = Worker(make_layout(other_size, 12, heads=1, shares=other_shares))
+    workers += [sender, receiver]
+    truth = make_truth()[:, :, :, :1]
+    sender.load(truth)
+    expected = receiver.fill(truth, 5, 43)
+    open_both(sender, receiver, "e1", store_address, transport)
+    gathered, received = move(sender, receiver, "e1", [(5, 21), (21, 22), (22, 37), (37, 43)])
+    for rank, cache in enumerate(receiver.caches):
+        assert torch.equal(cache, expected[rank]), f"receiving rank {rank}"
+    copies = other_size if other_shares == 1 else 1
+    least = copies * LAYERS * 2 * (43 - 5) * DIM * 4
+    num_headers = 4 * len(sender.all_routes(receiver.layout))
+    assert received == gathered and least < received < least + num_headers * (HEADER_BYTES + 8)
+
+
+@both
 def test_a_range_of_layers_fills_those_and_no_others(workers: list[Worker], store_address: str, transport: str) -> None:
     truth = make_truth()
     sender, receiver = Worker(make_layout(2)), Worker(make_layout(1, 16))
