@@ -25,16 +25,18 @@ from random import Random
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from cluster.grammar import GrammarLimits, GrammarProcesses
+from cluster.grammar_protocol import row_bytes
 from engine.kv.block_manager import BlockManager
 from engine.model_runner import ModelRunner
-from engine.sampling.constraint import Constrainer
+from engine.native import native
+from engine.sampling.constraint import Constrainer, Words
 from engine.sampling.params import SampleRow, SamplingParams
+from engine.sampling.rules import follow_constraints
 from engine.sampling.sampler import Sampler
 from engine.step_input import SequenceSlice, build_step
 from engine.tp import SingleGroup
@@ -55,16 +57,16 @@ class InlineConstraint:
         self._start = LLMatcher(vocabulary, grammar, log_level=0)
         self._matchers: dict[int, tuple[LLMatcher, int]] = {}
 
-    def allowed(self, index: int, output: Sequence[int], ends: Iterable[int]) -> npt.NDArray[np.bool_]:
+    def allowed(self, index: int, output: Sequence[int], ends: Iterable[int]) -> Words:
         matcher, num_read = self._matchers.get(index) or (self._start.deep_copy(), 0)
         assert matcher.consume_tokens(list(output[num_read:])), matcher.get_error()
         self._matchers[index] = matcher, len(output)
-        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
-        allowed = np.unpackbits(bits, count=self._vocabulary.vocab_size, bitorder="little").view(np.bool_)
-        allowed[self._vocabulary.eos_tokens] = False
-        if matcher.is_accepting():
-            allowed[list(ends)] = True
-        return allowed
+        bits = bytearray(matcher.compute_bitmask()[: row_bytes(self._vocabulary.vocab_size)])
+        for token_id in self._vocabulary.eos_tokens:
+            bits[token_id >> 3] &= ~(1 << (token_id & 7))
+        for token_id in ends if matcher.is_accepting() else ():
+            bits[token_id >> 3] |= 1 << (token_id & 7)
+        return np.frombuffer(bits, dtype=np.int32)
 
 
 def grammar(number: int) -> str:
@@ -95,9 +97,9 @@ class Arm:
         began = time.perf_counter()
         ahead = [row for row in rows if hasattr(row.params.constraint, "ask")]
         for row in ahead:
-            row.params.constraint.ask(row.sequence_index, row.output_token_ids)  # type: ignore[union-attr]
-        for row in ahead:
-            row.params.constraint.flush()  # type: ignore[union-attr]
+            row.params.constraint.ask(row.sequence_index, row.output_token_ids, [EOS])  # type: ignore[union-attr]
+        if ahead:
+            ahead[0].params.constraint.flush()  # type: ignore[union-attr]
         sampled = self._sampler.sample(runner.forward(build_step(slices, BLOCK_SIZE, [])), rows)
         self.seconds.append(time.perf_counter() - began)
         for i, token in enumerate(sampled):
@@ -124,45 +126,59 @@ def random_tokenizer(vocab_size: int) -> str:
 def measure_thread(
     batch: int, is_shared: bool, rounds: int, constrainer: Constrainer, vocabulary: LLTokenizer, step_s: float
 ) -> str:
-    """The time of the engine's thread, in two arms that choose the same tokens."""
+    """The time of the engine's thread, in two arms that choose the same tokens, up to the masks as one array, as a GPU
+    is sent them; then what a CPU adds, which leaves them where they are and goes over its logits."""
     grammars = [grammar(0 if is_shared else i) for i in range(batch)]
     ahead = [constrainer.new(text) for text in grammars]
     inline = [InlineConstraint(vocabulary, text) for text in grammars]
     outputs: list[list[int]] = [[] for _ in grammars]
-    taken: dict[str, list[float]] = {"inline": [], "ahead": []}
+    size, ends, random = vocabulary.vocab_size, frozenset({EOS}), Random(2)
+    params = [SamplingParams(stop_token_ids=ends, constraint=constraint) for constraint in ahead]
+    logits, kernels = torch.zeros(batch, size), native()[0]
+    words = np.zeros((batch, row_bytes(size) // 4), dtype=np.int32)  # as torch keeps page-locked memory
+    taken: dict[str, list[float]] = {"inline": [], "ahead": [], "logits": []}
+    used: list[float] = []
     steps: dict[str, list[float]] = {"free": [], "ahead": []}
-    random = Random(2)
     for _ in range(rounds):
         began = time.perf_counter()
         time.sleep(step_s)
         steps["free"].append(time.perf_counter() - began)
-        step_began = began = time.perf_counter()
+        rows = [SampleRow(each, 0, (), output) for each, output in zip(params, outputs, strict=True)]
+        used_before, step_began = time.thread_time(), time.perf_counter()
         for constraint, output in zip(ahead, outputs, strict=True):
-            constraint.ask(0, output)
-        for constraint in ahead:
-            constraint.flush()
-        asked_s = time.perf_counter() - began
+            constraint.ask(0, output, ends)
+        ahead[0].flush()
+        asked_s = time.perf_counter() - step_began
         time.sleep(step_s)
         began = time.perf_counter()
-        masks = [constraint.allowed(0, output, [EOS]) for constraint, output in zip(ahead, outputs, strict=True)]
-        taken["ahead"].append(asked_s + time.perf_counter() - began)
+        allowed, problems = follow_constraints(rows, range(batch))
+        np.stack(list(allowed.values()), out=words)
         steps["ahead"].append(time.perf_counter() - step_began)
+        taken["ahead"].append(asked_s + time.perf_counter() - began)
+        used.append(time.thread_time() - used_before)
+        assert not problems, problems
+        if kernels is not None:
+            began = time.perf_counter()
+            kernels.mask_rows(logits, allowed)
+            taken["logits"].append(time.perf_counter() - began)
+            logits.zero_()
         time.sleep(step_s)
         began = time.perf_counter()
         same = [constraint.allowed(0, output, [EOS]) for constraint, output in zip(inline, outputs, strict=True)]
         taken["inline"].append(time.perf_counter() - began)
-        for output, mask, other in zip(outputs, masks, same, strict=True):
-            assert (mask == other).all()
-            choices = mask.nonzero()[0]
+        assert (words == np.stack(same)).all()
+        for output, mask in zip(outputs, words, strict=True):
+            choices = np.unpackbits(mask.view(np.uint8), count=size, bitorder="little").nonzero()[0]
             output.append(int(choices[random.randrange(len(choices))]))
             if output[-1] == EOS:
                 raise AssertionError("an object ended: use fewer rounds")
-    medians = ", ".join(f"{name} {1000 * statistics.median(seconds):.2f} ms" for name, seconds in taken.items())
-    ratio = statistics.median(a / b for a, b in zip(taken["ahead"], taken["inline"], strict=True))
+    medians = ", ".join(
+        f"{name} {1000 * statistics.median(seconds):.2f} ms" for name, seconds in taken.items() if seconds
+    )
     slower = statistics.median(a / b for a, b in zip(steps["ahead"], steps["free"], strict=True)) - 1
     which = "one grammar" if is_shared else "a grammar each"
-    step = f"a step of {1000 * step_s:g} ms {100 * slower:.1f} % longer"
-    return f"{batch} rows, {which}: {medians}; ahead/inline {ratio:.2f}; {step}"
+    each = f"{1e6 * statistics.median(used) / batch:.1f} us of processor time a row ahead"
+    return f"{batch} rows, {which}: {medians}; {each}; a step of {1000 * step_s:g} ms {100 * slower:.1f} % longer"
 
 
 def tool_grammars() -> dict[str, str]:
@@ -205,14 +221,14 @@ def print_table(vocabulary: LLTokenizer, definition: str, size: int) -> None:
         assert not start.is_error(), start.get_error()
         process, random, taken = processes.compile(text), Random(name), list[float]()
         for _ in range(TABLE_OUTPUTS):
-            matcher, key, output = start.deep_copy(), process.new_key(), list[int]()
+            matcher, slot, output = start.deep_copy(), process.begin(), list[int]()
+            assert slot is not None
             while len(output) < TABLE_TOKENS and not matcher.is_stopped():
                 began = time.thread_time()
                 bits = matcher.compute_bitmask()
                 taken.append(time.thread_time() - began)
-                row = process.ask(key, max(0, len(output) - 1), output[-1:])
-                assert row is not None
-                process.answer(row)
+                process.ask(slot, max(0, len(output) - 1), output[-1:])
+                assert not process.wait(slot)
                 allowed = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=size, bitorder="little")
                 allowed[vocabulary.eos_tokens] = 0
                 if not allowed.any():

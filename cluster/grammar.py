@@ -2,7 +2,7 @@
 
     GrammarProcesses      starts the process that forks, again whenever it has ended
       .compile            a GrammarProcess for one grammar, within a limit of time and memory
-        .ask, .answer     which tokens may follow, asked for ahead and collected later
+        .ask, .wait       which tokens may follow, asked for ahead and collected later
 
 A grammar that crashes the native compiler, or takes too long or too much memory, ends its own process: that is a
 GrammarFailed. A process that was ended from outside is a GrammarLost: compiling the grammar again, and giving the new
@@ -12,32 +12,31 @@ process the tokens so far, leads to the same masks. Nothing here knows requests,
 from __future__ import annotations
 
 import contextlib
-import itertools
 import mmap
 import os
 import signal
 import socket
-import struct
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from cluster.grammar_forker import GrammarForker
 from cluster.grammar_protocol import (
-    ANSWER,
-    ASK,
     COMPILE,
     COMPILED,
     DROP,
     GOOD,
-    KEY,
+    LATEST,
+    MASKS_AT,
+    MOST_QUESTIONS,
     MOST_ROWS,
     OUT_OF_MEMORY,
-    ROW,
+    PROBLEM,
     receive_frame,
     row_bytes,
     send_frame,
+    slot_bytes,
 )
 
 
@@ -119,30 +118,18 @@ class GrammarProcesses:
             return self._forker
 
 
-@dataclass(eq=False)
-class AskedRow:
-    """A row whose mask was asked for; its mask lies in `slot` once it is answered."""
-
-    slot: int
-    is_answered: bool = False
-    is_accepting: bool = False
-    is_forgotten: bool = False
-    problem: str = ""
-
-
 class GrammarProcess:
-    """The process of one grammar. Used by one thread at a time."""
+    """The process of one grammar. Followed by the one thread that follows all of these processes."""
 
     def __init__(self, forker: GrammarForker, owner: GrammarProcesses) -> None:
         self._forker = forker
+        self._questions = forker.questions
         self._limits = owner.limits
-        self.end_token_ids = forker.end_token_ids
-        """Tokens that the library takes for the end of any output."""
         self.forker_pid = forker.pid
         self.pid = 0
         self.grammar = ""
         """The library's own text, where the process made it of something else."""
-        self._stride = row_bytes(owner.vocab_size)
+        self._slot_bytes, self._row_bytes = slot_bytes(owner.vocab_size), row_bytes(owner.vocab_size)
         with contextlib.ExitStack() as given, contextlib.ExitStack() as kept:
             try:
                 fd = os.memfd_create("masks")
@@ -150,21 +137,22 @@ class GrammarProcess:
                 self._data, theirs = socket.socketpair()
                 given.enter_context(theirs)
                 kept.enter_context(self._data)
-                os.ftruncate(fd, self._stride * MOST_ROWS)
-                self._masks = mmap.mmap(fd, self._stride * MOST_ROWS)
+                size_bytes = MASKS_AT + self._slot_bytes * MOST_ROWS  # only what is written takes memory
+                os.ftruncate(fd, size_bytes)
+                self._memory = memoryview(mmap.mmap(fd, size_bytes))
                 self._number = forker.fork([theirs.fileno(), fd])
             except OSError as error:
                 raise GrammarLost(f"no process could be started for a grammar: {error}") from error
             kept.pop_all()
-        self._free_slots = list(range(MOST_ROWS))
-        self._waiting: deque[AskedRow] = deque()
-        self._outgoing = bytearray()
+        self._answered = self._memory[:MASKS_AT].cast("I")
+        self._free_slots = list(range(MOST_ROWS))[::-1]
+        self._asked = [DROP] * MOST_ROWS
+        """The question asked last in each slot."""
+        self._num_asked = 0
         self._dropped: list[int] = []
-        self._incoming = b""
-        self._keys = itertools.count(1)
         self._failure: Exception | None = None
-        self._suspect: AskedRow | None = None
-        """The row that the process was at when it ended by a fault of the grammar."""
+        self._suspect = DROP
+        """The question that the process was at when it ended by a fault of the grammar."""
 
     def compile(self, text: str, kind: str) -> None:
         """Raises GrammarFailed or GrammarLost."""
@@ -183,57 +171,65 @@ class GrammarProcess:
         if status != GOOD:
             raise GrammarFailed(text)
         self.grammar = text
-        self._data.settimeout(limits.follow_s)
+        self._data.close()
 
-    def new_key(self) -> int:
-        """A name for one sequence of tokens."""
-        return next(self._keys)
+    def begin(self) -> int | None:
+        """Takes a slot for one sequence of tokens, until `drop`; None where too many have one."""
+        self._forget_dropped()
+        return self._free_slots.pop() if self._free_slots else None
 
-    def ask(self, key: int, num_read: int, token_ids: Sequence[int]) -> AskedRow | None:
-        """Notes a row to ask about: the `num_read` tokens that it was asked about before, and these new ones.
+    def drop(self, slot: int) -> None:
+        """Gives a slot up, whether or not its last question was answered. From any thread."""
+        self._dropped.append(slot)
 
-        Nothing is sent before `flush`. None: too many rows wait to be collected.
+    def ask(self, slot: int, num_read: int, token_ids: Sequence[int], ends: Iterable[int] = ()) -> None:
+        """Notes a question: what may follow the `num_read` tokens of the one before, and these new ones?
+
+        With the first one go the tokens that may end an output that is whole. Nothing is sent before `flush`.
         """
-        if not self._free_slots:
-            return None
-        row = AskedRow(self._free_slots.pop())
-        self._outgoing += ROW.pack(key, row.slot, num_read, len(token_ids))
-        self._outgoing += struct.pack(f"<{len(token_ids)}I", *token_ids)
-        self._waiting.append(row)
-        return row
+        if self._dropped:
+            self._forget_dropped()
+        question = self._asked[slot] = self._num_asked = self._num_asked % MOST_QUESTIONS + 1
+        own_ends = () if num_read else tuple(ends)
+        self._questions.extend((self._number, slot, question, num_read, len(token_ids), len(own_ends)))
+        self._questions.extend(token_ids)
+        self._questions.extend(own_ends)
 
-    def forget(self, key: int, row: AskedRow | None) -> None:
-        """Notes that nobody asks about a sequence any more, nor collects its row."""
-        self._dropped.append(key)
-        if row is not None:
-            row.is_forgotten = True
-            if row.is_answered:
-                self._free_slots.append(row.slot)
+    def ask_next(self, slot: int, num_read: int, token_id: int) -> None:
+        """Notes a question as `ask` does, after one token more than before."""
+        if self._dropped:
+            self._forget_dropped()
+        question = self._asked[slot] = self._num_asked = self._num_asked % MOST_QUESTIONS + 1
+        self._questions.extend((self._number, slot, question, num_read, 1, 0, token_id))
 
     def flush(self) -> None:
-        """Sends what was noted."""
-        if self._dropped:
-            dropped, self._dropped = self._dropped, []
-            self._send(bytes([DROP]) + b"".join(KEY.pack(key) for key in dropped))
-        if self._outgoing:
-            payload, self._outgoing = bytes([ASK]) + self._outgoing, bytearray()
-            self._send(payload)
+        """Sends what was noted, for this grammar and all others of its tokenizer."""
+        self._forker.flush()
 
-    def answer(self, row: AskedRow) -> bytes:
-        """Waits for a row's mask, a bit for each token, and frees its slot.
+    def mask(self, slot: int) -> memoryview:
+        """Where a slot's answer is once `wait` has returned "", a bit for each token, until the next question."""
+        begin = MASKS_AT + slot * self._slot_bytes
+        return self._memory[begin : begin + self._row_bytes]
 
-        Raises GrammarFailed where the row does not fit, or the process ended while it was at this row, by a fault of
-        the grammar; GrammarLost where the process ended for another reason: its other rows may go on in a new one.
+    def has_mask(self, slot: int) -> bool:
+        """Whether the answer to a slot's last question is there, and tokens can follow."""
+        return self._answered[slot] == 2 * self._asked[slot]
+
+    def wait(self, slot: int) -> str:
+        """Waits for the answer to a slot's last question. Returns "", or why nothing can follow.
+
+        Raises GrammarFailed where the process ended while it was at this question, by a fault of the grammar;
+        GrammarLost where it ended for another reason: its other sequences may go on in a new one.
         """
-        self.flush()
-        while not row.is_answered:
-            self._read_answers()
-            if self._failure is not None and not row.is_answered:
-                raise self._failure if row is self._suspect else GrammarLost(str(self._failure))
-        self._free_slots.append(row.slot)
-        if row.problem:
-            raise GrammarFailed(row.problem)
-        return self._masks[row.slot * self._stride : (row.slot + 1) * self._stride]
+        question = self._asked[slot]
+        if (answered := self._answered[slot]) >> 1 != question:
+            self._await(slot, question)
+            answered = self._answered[slot]
+        if not answered & 1:
+            return ""
+        begin = MASKS_AT + slot * self._slot_bytes
+        (size_bytes,) = PROBLEM.unpack_from(self._memory, begin)
+        return bytes(self._memory[begin + PROBLEM.size :][:size_bytes]).decode(errors="replace")
 
     def close(self) -> None:
         """Ends the process."""
@@ -244,39 +240,36 @@ class GrammarProcess:
         if hasattr(self, "_number"):
             self.close()
 
-    def _send(self, payload: bytes) -> None:
-        """Sends a request; a failure shows where the answer is missing."""
-        with contextlib.suppress(OSError):
-            send_frame(self._data, payload)
+    def _forget_dropped(self) -> None:
+        while self._dropped:
+            slot = self._dropped.pop()
+            self._questions.extend((self._number, slot, DROP, 0, 0, 0))
+            self._free_slots.append(slot)
 
-    def _read_answers(self) -> None:
-        """Waits for some, or for the end of the process."""
-        if self._failure is not None:
-            return
-        part = b""
-        try:
-            part = self._data.recv(1 << 16)
-        except TimeoutError:
-            self._failure = GrammarTooSlow(f"it takes more than {self._limits.follow_s:g} s to follow")
-        except OSError:
-            self._failure = self._end("following")
-        if not part:
-            self._failure = self._failure or self._end("following")
-            self._suspect = self._waiting[0] if isinstance(self._failure, GrammarFailed) else None
-            return
-        data, at = self._incoming + part, 0
-        while at + ANSWER.size <= len(data):
-            is_accepting, problem_bytes = ANSWER.unpack_from(data, at)
-            end = at + ANSWER.size + problem_bytes
-            if end > len(data):
-                break
-            row = self._waiting.popleft()
-            row.is_answered, row.is_accepting = True, is_accepting
-            row.problem = data[at + ANSWER.size : end].decode(errors="replace")
-            if row.is_forgotten:
-                self._free_slots.append(row.slot)
-            at = end
-        self._incoming = data[at:]
+    def _await(self, slot: int, question: int) -> None:
+        """Returns when it is answered. Raises as `wait`."""
+        self._forker.flush()
+        latest, deadline = -1, 0.0
+        while self._answered[slot] >> 1 != question:
+            if self._failure is not None:
+                raise self._failure if question == self._suspect else GrammarLost(str(self._failure))
+            if self._answered[LATEST] != latest:
+                latest, deadline = self._answered[LATEST], time.monotonic() + self._limits.follow_s
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                self._fail(GrammarTooSlow(f"it takes more than {self._limits.follow_s:g} s to follow"))
+            elif not self._forker.has_exited(self._number):
+                self._forker.wait(left_s)
+            elif self._answered[slot] >> 1 != question:
+                self._fail(self._end("following"))
+
+    def _fail(self, failure: Exception) -> None:
+        """Answers nothing any more; a fault of the grammar is that of the oldest question without an answer."""
+        self._failure = failure
+        if isinstance(failure, GrammarFailed):
+            both = zip(self._asked, self._answered, strict=False)
+            waiting = [asked for asked, answered in both if asked != answered >> 1]
+            self._suspect = max(waiting, key=lambda asked: (self._num_asked - asked) % MOST_QUESTIONS, default=DROP)
 
     def _end(self, doing: str) -> Exception:
         """Why the process ended."""

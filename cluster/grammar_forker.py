@@ -1,7 +1,8 @@
 """The process that forks one for each grammar (`cluster.grammar_process`), as the process that started it sees it.
 
 It loads the tokenizer's tokens once. It has a socket here, and ends when that closes; a thread here hears from it how
-its children ended.
+its children ended. Questions to all children go to it in one message, and it passes them on: a step costs the thread
+that asks one wake-up, however many grammars its rows have.
 """
 
 from __future__ import annotations
@@ -11,16 +12,19 @@ import importlib.util
 import itertools
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
 import threading
+from array import array
 from concurrent.futures import CancelledError, Future
 
-from cluster.grammar_protocol import CONTROL, CONTROL_BYTES, FORK, HELLO, KILL
+from cluster.grammar_protocol import CONTROL, CONTROL_BYTES, FORK, FRAME, HELLO, KILL
 from cluster.program import child_environment
 
 START_TIMEOUT_S = 60.0
+_SEND_TIMEOUT_S = 5.0
 
 
 class GrammarForker:
@@ -31,6 +35,13 @@ class GrammarForker:
         if importlib.util.find_spec("llguidance") is None:
             raise ValueError("output cannot be constrained without llguidance: pip install llguidance")
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket, self._their_socket = socket.socketpair()
+        self._socket.settimeout(_SEND_TIMEOUT_S)
+        self.questions = array("I")
+        """Rows of questions to children that `flush` sends."""
+        self._answers_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._has_answers = select.poll()
+        self._has_answers.register(self._answers_fd, select.POLLIN)
         command = [sys.executable, "-m", "cluster.grammar_process", str(theirs.fileno())]
         with theirs:
             self._popen = subprocess.Popen(
@@ -92,16 +103,47 @@ class GrammarForker:
         except (TimeoutError, CancelledError):
             return None
 
+    def has_exited(self, number: int) -> bool:
+        """Whether a child, or this process, is known to have ended."""
+        future = self._exits.get(number)
+        return self.has_ended or future is None or future.done()
+
+    def flush(self) -> None:
+        """Sends the questions that were noted; a failure shows where answers are missing. By the thread that asks."""
+        if self.questions:
+            frame = FRAME.pack(self.questions.itemsize * len(self.questions)) + self.questions.tobytes()
+            del self.questions[:]
+            try:
+                self._socket.sendall(frame)
+            except TimeoutError:  # it reads nothing any more, and has half a frame
+                self._popen.kill()
+            except OSError:
+                self._has_ended.set()
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits for an answer, or for the end of a child: any since the last call. By the thread that asks."""
+        if self._has_answers.poll(1000 * timeout_s):
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._answers_fd)
+
     def close(self) -> None:
         self._control.shutdown(socket.SHUT_RDWR)
         self._popen.wait()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_answers_fd"):
+            os.close(self._answers_fd)
+            self._socket.close()
+            self._their_socket.close()
 
     def _greet(self, definition: str, vocab_size: int) -> list[int]:
         fd = os.memfd_create("tokenizer")
         try:
             with open(fd, "w", encoding="utf-8", closefd=False) as file:
                 file.write(definition)
-            socket.send_fds(self._control, [HELLO.pack(vocab_size)], [fd])
+            fds = [fd, self._their_socket.fileno(), self._answers_fd]
+            socket.send_fds(self._control, [HELLO.pack(vocab_size)], fds)
+            self._their_socket.close()
         finally:
             os.close(fd)
         self._control.settimeout(START_TIMEOUT_S)
@@ -121,8 +163,10 @@ class GrammarForker:
                 future = self._exits.get(number)
                 if future is not None:
                     future.set_result(status)
+                    os.eventfd_write(self._answers_fd, 1)
         self._has_ended.set()
         for future in list(self._exits.values()):
             future.cancel()
+        os.eventfd_write(self._answers_fd, 1)
         self._popen.wait()
         self._control.close()

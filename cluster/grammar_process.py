@@ -1,6 +1,6 @@
 """The processes that compile and follow grammars with llguidance, away from those that serve.
 
-    python -m cluster.grammar_process FD     loads a tokenizer's tokens once, and forks
+    python -m cluster.grammar_process FD     loads a tokenizer's tokens once, forks, and passes questions on
       one process for each grammar           compiles it, then follows it: tokens in, masks of allowed tokens out
 
 `cluster.grammar` is the other end. Native code that crashes, or takes too much time or memory, ends the process of its
@@ -19,32 +19,37 @@ import os
 import resource
 import signal
 import socket
-import struct
 import sys
 import traceback
+from array import array
 from pathlib import Path
-from selectors import EVENT_READ, DefaultSelector
+from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from cluster.grammar_protocol import (
-    ANSWER,
-    ASK,
     BAD,
     COMPILE,
     COMPILED,
     CONTROL,
     CONTROL_BYTES,
+    DROP,
     FORK,
+    FRAME,
     GOOD,
+    HEAD_WORDS,
     HELLO,
-    KEY,
     KILL,
+    LATEST,
+    MASKS_AT,
+    MOST_PROBLEM_BYTES,
     OUT_OF_MEMORY,
-    ROW,
+    PROBLEM,
     receive_frame,
     row_bytes,
     send_frame,
+    slot_bytes,
+    words_of,
 )
 
 _LIMITS = LLParserLimits(
@@ -66,9 +71,11 @@ def main(control: socket.socket) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's; the parent ends this process
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")  # where memory runs out, this ends before what serves
-    hello, fds, _, _ = socket.recv_fds(control, CONTROL_BYTES, 1)
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # nor preempts the thread that has just asked
+    hello, (definition_fd, questions_fd, answers_fd), _, _ = socket.recv_fds(control, CONTROL_BYTES, 3)
     (vocab_size,) = HELLO.unpack(hello)
-    with open(fds[0], encoding="utf-8") as file:
+    with open(definition_fd, encoding="utf-8") as file:
         file.seek(0)
         definition = file.read()
     try:
@@ -80,17 +87,43 @@ def main(control: socket.socket) -> None:
     del definition
     gc.freeze()
     gc.disable()
-    _Forker(control, vocabulary).run()
+    _Forker(control, socket.socket(fileno=questions_fd), answers_fd, vocabulary).run()
+
+
+class _Child:
+    """A child, and what it was not sent yet of the questions to it."""
+
+    def __init__(self, pid: int, questions: socket.socket) -> None:
+        self.pid = pid
+        self.questions = questions
+        self._unsent = bytearray()
+        questions.setblocking(False)
+
+    def send(self, payload: bytes = b"") -> bool:
+        """Sends what it takes without waiting. Returns whether that was all."""
+        self._unsent += payload
+        try:
+            del self._unsent[: self.questions.send(self._unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:  # it has died
+            self._unsent.clear()
+        return not self._unsent
 
 
 class _Forker:
     """The process that forks."""
 
-    def __init__(self, control: socket.socket, vocabulary: LLTokenizer) -> None:
+    def __init__(
+        self, control: socket.socket, questions: socket.socket, answers_fd: int, vocabulary: LLTokenizer
+    ) -> None:
         self._control = control
+        self._questions = questions
+        self._answers_fd = answers_fd
         self._vocabulary = vocabulary
-        self._numbers: dict[int, int] = {}
-        """Number of each live child, by its pid."""
+        self._children: dict[int, _Child] = {}
+        """Those that live, by their numbers."""
+        self._selector = DefaultSelector()
         self._woken, waker = socket.socketpair()
         self._woken.setblocking(False)
         waker.setblocking(False)
@@ -99,17 +132,22 @@ class _Forker:
         self._waker = waker
 
     def run(self) -> None:
-        with DefaultSelector() as selector:
-            selector.register(self._control, EVENT_READ)
-            selector.register(self._woken, EVENT_READ)
-            while True:
-                ready = {key.fileobj for key, _ in selector.select()}
-                if self._woken in ready:
-                    self._woken.recv(4096)
-                    self._report_ended()
-                if self._control in ready and not self._obey():
-                    signal.set_wakeup_fd(-1)
-                    return
+        selector = self._selector
+        for each in (self._control, self._woken, self._questions):
+            selector.register(each, EVENT_READ)
+        while True:
+            ready = {key.fileobj: key.data for key, _ in selector.select()}
+            if self._woken in ready:
+                self._woken.recv(4096)
+                self._report_ended()
+            if self._control in ready and not self._obey():
+                signal.set_wakeup_fd(-1)
+                return
+            for child in ready.values():
+                if child is not None and child.send():
+                    selector.unregister(child.questions)
+            if self._questions in ready and not self._pass_on():
+                return
 
     def _obey(self) -> bool:
         """Carries out one message; False at the end of the socket."""
@@ -121,18 +159,39 @@ class _Forker:
             return False
         operation, number, _ = CONTROL.unpack(message)
         if operation == KILL:
-            for pid in [pid for pid, n in self._numbers.items() if n == number]:
-                os.kill(pid, signal.SIGKILL)
+            if number in self._children:
+                os.kill(self._children[number].pid, signal.SIGKILL)
         elif operation == FORK:
+            mine, theirs = socket.socketpair()
             parent, pid = os.getpid(), os.fork()
             if pid == 0:
-                self._become_child(parent, fds)
-            self._numbers[pid] = number
+                self._become_child(parent, theirs, mine, fds)
+            theirs.close()
+            self._children[number] = _Child(pid, mine)
             for fd in fds:
                 os.close(fd)
         return True
 
-    def _become_child(self, parent: int, fds: list[int]) -> None:
+    def _pass_on(self) -> bool:
+        """Gives each child its rows of one frame; False at the end of the socket."""
+        try:
+            words = words_of(receive_frame(self._questions))
+        except (OSError, EOFError):
+            return False
+        rows: dict[int, array[int]] = {}
+        at = 0
+        while at < len(words):
+            end = at + HEAD_WORDS + words[at + 4] + words[at + 5]
+            rows.setdefault(words[at], array("I")).extend(words[at:end])
+            at = end
+        for number, of_child in rows.items():
+            child = self._children.get(number)
+            if child is not None and not child.send(FRAME.pack(of_child.itemsize * len(of_child)) + of_child.tobytes()):
+                with contextlib.suppress(KeyError):  # it waits already
+                    self._selector.register(child.questions, EVENT_WRITE, child)
+        return True
+
+    def _become_child(self, parent: int, questions: socket.socket, not_mine: socket.socket, fds: list[int]) -> None:
         """Never returns."""
         code = 1
         try:
@@ -141,10 +200,12 @@ class _Forker:
                 os._exit(_PARENT_GONE)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for each in (self._control, self._woken, self._waker):
+            self._selector.close()
+            others = [child.questions for child in self._children.values()]
+            for each in (self._control, self._woken, self._waker, self._questions, not_mine, *others):
                 each.close()
-            data_fd, mask_fd = fds
-            follow(socket.socket(fileno=data_fd), mask_fd, self._vocabulary)
+            data_fd, memory_fd = fds
+            follow(socket.socket(fileno=data_fd), questions, memory_fd, self._answers_fd, self._vocabulary)
             code = 0
         except MemoryError:
             code = OUT_OF_MEMORY
@@ -156,23 +217,27 @@ class _Forker:
             os._exit(code)
 
     def _report_ended(self) -> None:
-        while self._numbers:
+        while self._children:
             pid, status, _usage = os.wait4(-1, os.WNOHANG)
             if pid == 0:
                 return
-            number = self._numbers.pop(pid)
+            number = next(number for number, child in self._children.items() if child.pid == pid)
+            with contextlib.suppress(KeyError):  # it does not wait
+                self._selector.unregister(self._children[number].questions)
+            self._children.pop(number).questions.close()
             with contextlib.suppress(ConnectionError):  # the other end has just died
                 self._control.send(CONTROL.pack(FORK, number, status))
 
 
-def follow(data: socket.socket, mask_fd: int, vocabulary: LLTokenizer) -> None:
-    """Compiles one grammar and answers what may follow tokens until the socket closes."""
+def follow(
+    data: socket.socket, questions: socket.socket, memory_fd: int, answers_fd: int, vocabulary: LLTokenizer
+) -> None:
+    """Compiles one grammar and answers what may follow tokens until the sockets close."""
     frame = receive_frame(data)
     memory_bytes, niceness, kind_bytes = COMPILE.unpack_from(frame)
     os.nice(niceness)
-    with contextlib.suppress(OSError):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # never preempts the thread that has just asked
     kind, text = (part.decode() for part in (frame[COMPILE.size :][:kind_bytes], frame[COMPILE.size + kind_bytes :]))
+    memory = mmap.mmap(memory_fd, 0)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     size_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
     resource.setrlimit(resource.RLIMIT_AS, (size_bytes + memory_bytes,) * 2)
@@ -185,48 +250,66 @@ def follow(data: socket.socket, mask_fd: int, vocabulary: LLTokenizer) -> None:
         send_frame(data, COMPILED.pack(BAD, os.getpid()) + str(error).encode(errors="replace"))
         return
     send_frame(data, COMPILED.pack(GOOD, os.getpid()) + (b"" if kind == "grammar" else grammar.encode()))
-    with mmap.mmap(mask_fd, 0) as masks:
-        _Follower(data, masks, start, row_bytes(vocabulary.vocab_size)).run()
+    data.close()
+    _Follower(questions, memory, answers_fd, start, vocabulary).run()
 
 
 class _Follower:
-    """The matchers of one grammar, by the keys that the other end gives them."""
+    """The matchers of one grammar, by the slots of their sequences."""
 
-    def __init__(self, data: socket.socket, masks: mmap.mmap, start: LLMatcher, stride: int) -> None:
-        self._data = data
-        self._masks = masks
+    def __init__(
+        self, questions: socket.socket, memory: mmap.mmap, answers_fd: int, start: LLMatcher, vocabulary: LLTokenizer
+    ) -> None:
+        self._questions = questions
+        self._memory = memory
+        self._head = memoryview(memory)[:MASKS_AT].cast("I")
+        self._answers_fd = answers_fd
         self._start = start
-        self._stride = stride
-        self._matchers: dict[int, LLMatcher] = {}
+        self._vocab_size = vocabulary.vocab_size
+        self._own_ends = list(vocabulary.eos_tokens)
+        """Tokens that the library takes for the end of any output, which a request may not."""
+        self._slot_bytes, self._row_bytes = slot_bytes(self._vocab_size), row_bytes(self._vocab_size)
+        self._followed: dict[int, tuple[LLMatcher, list[int]]] = {}
+        """The matcher of each sequence, and the tokens that may end it."""
 
     def run(self) -> None:
         while True:
-            frame = receive_frame(self._data)
-            if frame[0] == ASK:
-                self._answer_rows(frame)
-            else:
-                for (key,) in KEY.iter_unpack(frame[1:]):
-                    self._matchers.pop(key, None)
+            words = words_of(receive_frame(self._questions)).tolist()
+            at = 0
+            while at < len(words):
+                _, slot, question, num_read, num_new, num_ends = words[at : at + HEAD_WORDS]
+                at += HEAD_WORDS
+                tokens, ends = words[at : at + num_new], words[at + num_new : at + num_new + num_ends]
+                at += num_new + num_ends
+                if question == DROP:
+                    self._followed.pop(slot, None)
+                    continue
+                if not num_read:
+                    self._followed[slot] = self._start.deep_copy(), ends
+                self._answer(slot, question, tokens)
+            os.eventfd_write(self._answers_fd, 1)
 
-    def _answer_rows(self, frame: bytes) -> None:
-        at = 1
-        while at < len(frame):
-            key, slot, num_read, num_new = ROW.unpack_from(frame, at)
-            at += ROW.size
-            tokens = list(struct.unpack_from(f"<{num_new}I", frame, at))
-            at += 4 * num_new
-            self._answer(key, slot, num_read, tokens)
-
-    def _answer(self, key: int, slot: int, num_read: int, tokens: list[int]) -> None:
-        matcher = self._matchers[key] if num_read else self._start.deep_copy()
-        self._matchers[key] = matcher
+    def _answer(self, slot: int, question: int, tokens: list[int]) -> None:
+        matcher, ends = self._followed[slot]
+        begin = MASKS_AT + slot * self._slot_bytes
         problem = b""
         if matcher.consume_tokens(tokens):
-            begin = slot * self._stride
-            self._masks[begin : begin + self._stride] = matcher.compute_bitmask()[: self._stride]
+            mask = bytearray(matcher.compute_bitmask()[: self._row_bytes])
+            for token_id in self._own_ends:
+                mask[token_id >> 3] &= ~(1 << (token_id & 7))
+            if matcher.is_accepting():
+                for token_id in ends:
+                    if token_id < self._vocab_size:
+                        mask[token_id >> 3] |= 1 << (token_id & 7)
+            self._memory[begin : begin + self._row_bytes] = bytes(mask)
+            problem = b"" if mask.count(0) < len(mask) else b"no token of this model can follow"
         if matcher.is_error():
-            problem = matcher.get_error().partition("\n")[0].encode()[:1000] or b"the tokens do not fit"
-        self._data.sendall(ANSWER.pack(not problem and matcher.is_accepting(), len(problem)) + problem)
+            problem = matcher.get_error().partition("\n")[0].encode() or b"the tokens do not fit"
+        if problem:
+            text = PROBLEM.pack(len(problem[:MOST_PROBLEM_BYTES])) + problem[:MOST_PROBLEM_BYTES]
+            self._memory[begin : begin + len(text)] = text
+        self._head[slot] = 2 * question + bool(problem)
+        self._head[LATEST] = question
 
 
 def _grammar_of(kind: str, text: str) -> str:

@@ -25,7 +25,7 @@ from cluster.errors import CheckpointError, ConfigError
 from cluster.model_folder import read_model_file
 from engine.models.config import ModelConfig
 from engine.sampling.params import SampleRow
-from engine.sampling.rules import follow_constraints
+from engine.sampling.rules import allows, follow_constraints
 from engine.sampling.samples import Samples
 from engine.token_hash import TokenHash
 
@@ -115,7 +115,7 @@ class ScriptChooser:
                 tail = self._text(row.prompt_token_ids)[-_TAIL:]
                 problems[r] = f"no rule of engine.timed_steps.script has a `when` that is in this prompt: ...{tail!r}"
             token = (next_tokens or {}).get(state % 2**64, self._end_token_id)
-            if r in allowed and not allowed[r][token]:
+            if r in allowed and not allows(allowed[r], token):
                 said, text = self._text(row.output_token_ids)[-_TAIL:], self._text([token])
                 problems.setdefault(r, f"the script goes on with {text!r}, which may not follow here: ...{said!r}")
             chosen.append(token)

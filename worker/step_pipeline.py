@@ -270,13 +270,14 @@ class StepPipeline:
 
 def _ask_ahead(ends: list[ScheduledSequence]) -> None:
     """Asks which tokens may follow, so that the answers are there when the step is done."""
-    constrained = [p.sequence for p in ends if p.sequence.request.params.constraint is not None]
-    for row in (row for sequence in constrained for row in sequence.sample_rows()):
-        assert row.params.constraint is not None
-        row.params.constraint.ask(row.sequence_index, row.output_token_ids)
-    for sequence in constrained:
-        assert sequence.request.params.constraint is not None
-        sequence.request.params.constraint.flush()
+    constraint = None
+    for sequence in (p.sequence for p in ends if p.sequence.request.params.constraint is not None):
+        for row in sequence.sample_rows():
+            constraint = row.params.constraint
+            assert constraint is not None
+            constraint.ask(row.sequence_index, row.output_token_ids, row.params.stop_token_ids)
+    if constraint is not None:
+        constraint.flush()
 
 
 def size_of_shares(scheduled: list[ScheduledSequence]) -> StepSize:

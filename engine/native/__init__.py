@@ -12,9 +12,13 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import math
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -58,6 +62,7 @@ class Native:
             for name, arguments in _PAGE_SIGNATURES.items():
                 self._functions[name, dtype, dtype] = self._bind(f"{name}_{of_type}", arguments)
                 self._functions[name, dtype, torch.int8] = self._bind(f"{name}_{of_type}_int8", arguments)
+        self._mask_rows = self._bind("mask_rows", [_POINTER, _COUNT, _COUNT, _POINTER, _POINTER, _COUNT, _FLOAT])
         products = self._library.baton_products()
         self.has_products = products > 0
         """Whether this processor multiplies bytes (AVX512-VNNI); without it, `linear` and `decode` are not there."""
@@ -107,6 +112,14 @@ class Native:
         out = torch.empty((num_tokens, width), dtype=gate_up.dtype)
         self._functions[name, gate_up.dtype](gate_up.data_ptr(), out.data_ptr(), num_tokens, width)
         return out
+
+    def mask_rows(self, logits: Tensor, kept: Mapping[int, npt.NDArray[np.int32]]) -> None:
+        """Makes all of the rows named of float32 logits [R, V] minus infinity but what their words have a bit for, the
+        lowest first."""
+        rows = np.fromiter(kept, np.int64, len(kept))
+        words = np.fromiter((each.ctypes.data for each in kept.values()), np.uintp, len(kept))
+        addresses = rows.ctypes.data, words.ctypes.data
+        self._mask_rows(logits.data_ptr(), logits.stride(0), logits.shape[1], *addresses, len(kept), -math.inf)
 
     def rotate_and_store(
         self,

@@ -34,9 +34,26 @@ void rotate_and_store(T* qkv, const T* head_norm, float eps, const T* cos, const
   }
 }
 
+// Words have a bit for each output, the lowest first; those whose bit is not set become `nothing`, row by row.
+void mask_row(float* row, const uint32_t* words, int64_t width, float nothing) {
+  for (int64_t at = 0; at < width; at += 32) {
+    const uint32_t word = words[at / 32];
+    const int64_t end = at + 32 < width ? 32 : width - at;
+    if (word == 0xffffffffu) continue;
+    for (int64_t i = 0; i < end; ++i) row[at + i] = (word >> i) & 1 ? row[at + i] : nothing;
+  }
+}
+
 }  // namespace
 
 extern "C" {
+
+// rows and words have `count` entries: of logits [., width] these rows, and what each of them keeps.
+void baton_mask_rows(float* logits, int64_t stride, int64_t width, const int64_t* rows, const uint32_t* const* words,
+                     int64_t count, float nothing) {
+#pragma omp parallel for if (count * width >= kWorthThreads && count > 1)
+  for (int64_t i = 0; i < count; ++i) mask_row(logits + rows[i] * stride, words[i], width, nothing);
+}
 
 #define BATON_FLOATING(NAME, T)                                                                                        \
   void baton_rms_norm_##NAME(void* x, int64_t x_stride, const void* add, const void* weight, void* out,               \

@@ -17,8 +17,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from cluster.grammar import AskedRow, GrammarFailed, GrammarLimits, GrammarLost, GrammarProcess, GrammarProcesses
+from cluster.grammar import GrammarFailed, GrammarLimits, GrammarLost, GrammarProcess, GrammarProcesses
 from cluster.model_folder import has_model_file, read_model_file
+
+Words = npt.NDArray[np.int32]
+"""A bit for each token of the vocabulary, the lowest first: [W]."""
 
 MAX_GRAMMARS = 32
 """Grammars whose processes are kept for further requests with the same one."""
@@ -39,7 +42,6 @@ class _Grammar:
         self._text = text
         self._processes = processes
         self._num_faults = 0
-        self.vocab_size = processes.vocab_size
         self.process = processes.compile(text)
 
     def replace(self, lost: GrammarProcess) -> None:
@@ -54,19 +56,18 @@ class _Grammar:
         self._num_faults += 1
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Followed:
     """One sequence, as the process of its grammar knows it."""
 
     process: GrammarProcess
-    key: int
+    slot: int
+    words: Words
+    """The process's memory of its latest answer."""
     num_read: int = 0
     """Tokens that the process has read."""
-    asked: AskedRow | None = None
-    """The row asked about and not collected."""
-
-    def forget(self) -> None:
-        self.process.forget(self.key, self.asked)
+    is_asked: bool = False
+    """Whether it was asked what may follow those, and the answer not collected."""
 
 
 class Constraint:
@@ -78,65 +79,75 @@ class Constraint:
 
     def __del__(self) -> None:
         for followed in self._sequences.values():
-            followed.forget()
+            followed.process.drop(followed.slot)
 
-    def ask(self, sequence_index: int, output_token_ids: Sequence[int]) -> None:
+    def ask(self, sequence_index: int, output_token_ids: Sequence[int], ends: Iterable[int]) -> None:
         """Notes that `allowed` will be called with the same arguments; send it with `flush`."""
-        followed = self._followed(sequence_index, len(output_token_ids))
-        if followed.asked is None:
-            followed.asked = followed.process.ask(
-                followed.key, followed.num_read, output_token_ids[followed.num_read :]
-            )
-            if followed.asked is not None:
-                followed.num_read = len(output_token_ids)
+        num_tokens = len(output_token_ids)
+        followed = self._sequences.get(sequence_index)
+        if followed is not None and 0 < followed.num_read == num_tokens - 1 and not followed.is_asked:
+            process = followed.process
+            if process is self._grammar.process:
+                process.ask_next(followed.slot, followed.num_read, output_token_ids[-1])
+                followed.num_read, followed.is_asked = num_tokens, True
+                return
+        followed = self._followed(sequence_index, num_tokens)
+        if followed is not None and not followed.is_asked:
+            num_read = followed.num_read
+            followed.process.ask(followed.slot, num_read, output_token_ids[num_read:], ends)
+            followed.num_read, followed.is_asked = num_tokens, True
 
     def flush(self) -> None:
-        """Sends what was noted for this request, and for others with its grammar."""
+        """Sends what was noted for any request."""
         self._grammar.process.flush()
 
-    def allowed(
-        self, sequence_index: int, output_token_ids: Sequence[int], ends: Iterable[int]
-    ) -> npt.NDArray[np.bool_]:
-        """Which tokens may follow, bool [V]; `ends` may where the output is whole. Raises ConstraintFailed."""
+    def allowed(self, sequence_index: int, output_token_ids: Sequence[int], ends: Iterable[int]) -> Words:
+        """Which tokens may follow, until the next call for this sequence; `ends`, the same in every call, may where the
+        output is whole. Raises ConstraintFailed."""
+        followed = self._sequences.get(sequence_index)
+        if (
+            followed is not None
+            and followed.is_asked
+            and followed.num_read == len(output_token_ids)
+            and followed.process.has_mask(followed.slot)
+        ):
+            followed.is_asked = False
+            return followed.words
         while True:
-            self.ask(sequence_index, output_token_ids)
-            followed = self._sequences[sequence_index]
-            row, followed.asked = followed.asked, None
-            if row is None:
+            self.ask(sequence_index, output_token_ids, ends)
+            followed = self._sequences.get(sequence_index)
+            if followed is None:
                 raise ConstraintFailed("too many sequences follow its grammar at one time")
+            followed.is_asked = False
             try:
-                bits = followed.process.answer(row)
+                problem = followed.process.wait(followed.slot)
             except GrammarFailed as failure:
-                if not row.is_answered:
-                    self._grammar.count_fault()
+                self._grammar.count_fault()
                 raise ConstraintFailed(str(failure)) from failure
             except GrammarLost:
                 self._replace(followed)
                 continue
-            return self._mask(bits, row.is_accepting, followed.process.end_token_ids, ends)
+            if problem:
+                raise ConstraintFailed(problem)
+            return followed.words
 
-    def _mask(self, bits: bytes, is_accepting: bool, own_ends: list[int], ends: Iterable[int]) -> npt.NDArray[np.bool_]:
-        """`own_ends`: tokens that the library takes for the end of any output, which the request may not."""
-        vocab_size = self._grammar.vocab_size
-        packed = np.frombuffer(bits, dtype=np.uint8)
-        allowed = np.unpackbits(packed, count=vocab_size, bitorder="little").view(np.bool_)
-        allowed[own_ends] = False
-        if is_accepting:
-            allowed[[token_id for token_id in ends if 0 <= token_id < vocab_size]] = True
-        if not allowed.any():
-            raise ConstraintFailed("no token of this model can follow")
-        return allowed
-
-    def _followed(self, sequence_index: int, num_tokens: int) -> _Followed:
-        """The sequence, known anew where its process is another one, or has read more tokens than there are now."""
-        followed = self._sequences.get(sequence_index)
+    def _followed(self, sequence_index: int, num_tokens: int) -> _Followed | None:
+        """The sequence, known anew where its process is another one, or has read more tokens than there are now; None
+        where that follows too many."""
+        followed, process = self._sequences.get(sequence_index), self._grammar.process
         if followed is not None:
-            is_asked = followed.asked is not None and followed.num_read != num_tokens
-            if followed.process is self._grammar.process and followed.num_read <= num_tokens and not is_asked:
+            num_read = followed.num_read
+            if followed.process is process and (
+                num_read == num_tokens or (num_read < num_tokens and not followed.is_asked)
+            ):
                 return followed
-            followed.forget()
-        process = self._grammar.process
-        followed = self._sequences[sequence_index] = _Followed(process, process.new_key())
+            followed.process.drop(followed.slot)
+            del self._sequences[sequence_index]
+        slot = process.begin()
+        if slot is None:
+            return None
+        words = np.frombuffer(process.mask(slot), dtype=np.int32)
+        followed = self._sequences[sequence_index] = _Followed(process, slot, words)
         return followed
 
     def _replace(self, followed: _Followed) -> None:

@@ -6,7 +6,7 @@ Legend: R rows, V vocabulary, I indices of one rule over all its rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from engine.copies import upload
-from engine.sampling.constraint import ConstraintFailed
+from engine.native import native
+from engine.sampling.constraint import ConstraintFailed, Words
 from engine.sampling.params import SampleRow, SamplingParams
 
 
@@ -69,8 +70,8 @@ class LogitRules:
             flat.index_add_(0, self._bias_indices, self._bias_values)
         for r, token_ids in self._allowed:
             logits[r] = torch.full_like(logits[r], -torch.inf).index_copy_(0, token_ids, logits[r, token_ids])
-        for r, may_follow in allowed.items():
-            logits[r].masked_fill_(upload(~may_follow, self._device, np.bool_), -torch.inf)
+        if allowed:
+            self._mask(logits, allowed)
         if banned:
             flat.index_fill_(0, upload(banned, self._device, np.int64), -torch.inf)
         if self._repetition:
@@ -79,10 +80,22 @@ class LogitRules:
             self._penalize_output(flat, rows)
         return logits
 
-    def _follow_constraints(self, rows: Sequence[SampleRow]) -> dict[int, npt.NDArray[np.bool_]]:
-        """The tokens that may follow each constrained row, bool [V]; rows with a problem are left out."""
+    def _follow_constraints(self, rows: Sequence[SampleRow]) -> dict[int, Words]:
+        """The tokens that may follow each constrained row; rows with a problem are left out."""
         allowed, self.problems = follow_constraints(rows, self._constrained)
         return allowed
+
+    def _mask(self, logits: Tensor, allowed: Mapping[int, Words]) -> None:
+        """Leaves those tokens to the rows, in place."""
+        kernels = native()[0] if self._device.type == "cpu" else None
+        if kernels is not None:
+            kernels.mask_rows(logits, allowed)
+            return
+        words = upload(np.stack(list(allowed.values())), self._device).unsqueeze(-1)  # [C, W, 1]
+        bits = (words >> torch.arange(32, dtype=torch.int32, device=self._device)) & 1
+        is_ruled_out = bits.flatten(1)[:, : self._vocab_size] == 0
+        index = upload(list(allowed), self._device, np.int64)
+        logits[index] = logits[index].masked_fill_(is_ruled_out, -torch.inf)
 
     def _penalize_repetition(self, flat: Tensor, rows: Sequence[SampleRow]) -> None:
         tokens = [_tokens(rows[r].prompt_token_ids, rows[r].output_token_ids) for r, _ in self._repetition]
@@ -114,9 +127,9 @@ def _tokens(*sequences: Sequence[int]) -> npt.NDArray[np.int64]:
 
 def follow_constraints(
     rows: Sequence[SampleRow], constrained: Iterable[int]
-) -> tuple[dict[int, npt.NDArray[np.bool_]], dict[int, str]]:
-    """The tokens that may follow each of the rows named, bool [V]; and of rows whose constraint cannot be followed any
-    further, why."""
+) -> tuple[dict[int, Words], dict[int, str]]:
+    """The tokens that may follow each of the rows named, until their next step; and of rows whose constraint cannot be
+    followed any further, why."""
     allowed, problems = {}, {}
     for r in constrained:
         row = rows[r]
@@ -130,9 +143,22 @@ def follow_constraints(
     return allowed, problems
 
 
-def can_do_without(stops: Sequence[int], allowed: npt.NDArray[np.bool_]) -> bool:
+def can_do_without(stops: Sequence[int], allowed: Words) -> bool:
     """Whether a constraint allows more than those."""
-    return bool(allowed.sum() > allowed[list(stops)].sum())
+    return bool(without(stops, allowed).any())
+
+
+def without(stops: Sequence[int], allowed: Words) -> Words:
+    """A copy that leaves those tokens out."""
+    rest = allowed.copy()
+    for token_id in stops:
+        rest.view(np.uint32)[token_id >> 5] &= np.uint32(~(1 << (token_id & 31)) & 0xFFFFFFFF)
+    return rest
+
+
+def allows(words: Words, token_id: int) -> bool:
+    """Whether a token is among those."""
+    return bool(words[token_id >> 5] >> (token_id & 31) & 1)
 
 
 def stops_to_ban(params: SamplingParams, vocab_size: int) -> list[int]:

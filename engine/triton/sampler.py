@@ -5,17 +5,18 @@ alternatives that any of them wants.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
 import triton
 
 from engine.copies import upload
+from engine.sampling.constraint import Words
 from engine.sampling.params import SampleRow, SamplingParams
-from engine.sampling.rules import can_do_without, follow_constraints, stops_to_ban
+from engine.sampling.rules import can_do_without, follow_constraints, stops_to_ban, without
 from engine.sampling.samples import Logprobs, Samples
-from engine.triton.sampling_batch import FIELDS, IDLE, IntArray, SamplingBatch, SamplingMemory, mask_of, only
+from engine.triton.sampling_batch import FIELDS, IDLE, SamplingBatch, SamplingMemory, mask_of, only
 from engine.triton.sampling_rows import settle
 from engine.triton.sampling_tiles import TILE, draw, find_largest
 from engine.triton.target import Case
@@ -66,6 +67,8 @@ class TritonChooser:
         self._memory = SamplingMemory(vocab_size, device)
         self._batch: SamplingBatch | None = None
         self._scratch = self._make_scratch(1)
+        self._staged = np.empty((0, 0), dtype=np.int32)
+        """Masks of a step's rows, which lie apart; kept, since new memory costs as much again."""
         self._fixed: _Places | None = None
         self._placed: SamplingBatch | None = None
 
@@ -75,7 +78,9 @@ class TritonChooser:
         own_masks = batch.table
         if allowed:
             masks = [self._mask(rows[r], allowed.get(r)) for r in batch.constrained]
-            own_masks = upload(np.stack(masks), self._device)
+            if len(masks) > len(self._staged):
+                self._staged = np.empty((len(masks), len(masks[0])), dtype=np.int32)
+            own_masks = upload(np.stack(masks, out=self._staged[: len(masks)]), self._device)
         if num_rows > len(self._scratch.listed):
             self._scratch = self._make_scratch(num_rows)
         token_ids = torch.empty(num_rows, dtype=torch.int32, device=self._device)
@@ -167,17 +172,16 @@ class TritonChooser:
             num_warps=_NUM_WARPS,
         )
 
-    def _mask(self, row: SampleRow, allowed: Any) -> IntArray:
-        """What may follow a row with a constraint, after its other rules, [W]; all where it cannot be followed."""
-        params = row.params
-        may_follow = only(params.allowed_token_ids, self._vocab_size)
-        if allowed is None:
-            return mask_of(may_follow)
-        may_follow &= allowed
-        stops = stops_to_ban(params, self._vocab_size)
-        if row.position < params.min_output_tokens and can_do_without(stops, allowed):
-            may_follow[stops] = False
-        return mask_of(may_follow)
+    def _mask(self, row: SampleRow, allowed: Words | None) -> Words:
+        """What may follow a row with a constraint, after its other rules; all where it cannot be followed."""
+        params, words = row.params, allowed
+        if words is None or params.allowed_token_ids:
+            chosen = mask_of(only(params.allowed_token_ids, self._vocab_size))
+            words = chosen if words is None else chosen & words
+        if allowed is not None and row.position < params.min_output_tokens:
+            stops = stops_to_ban(params, self._vocab_size)
+            words = without(stops, words) if can_do_without(stops, allowed) else words
+        return words
 
     def _make_scratch(self, num_rows: int) -> _Scratch:
         def empty(width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import resource
 import signal
@@ -13,12 +14,14 @@ from collections.abc import Iterator
 
 import pytest
 from cluster_fixture import BUNDLED_MODEL
+from tokenizers import Tokenizer
 from waiting import wait_ended
 
 from cluster.grammar import GrammarFailed, GrammarLimits, GrammarLost, GrammarProcess, GrammarProcesses
 from cluster.grammar_protocol import MOST_ROWS
 
 VOCAB = 1024
+TOKENIZER = Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))
 TOKENIZER_JSON = (BUNDLED_MODEL / "tokenizer.json").read_text("utf-8")
 CRASH = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(30_000)) + 'r30000: "x"\n'
 SLOW = "a?" * 30_000
@@ -36,9 +39,14 @@ def processes() -> Iterator[GrammarProcesses]:
 
 
 def mask(process: GrammarProcess, *tokens: int) -> bytes:
-    row = process.ask(process.new_key(), 0, tokens)
-    assert row is not None
-    return process.answer(row)
+    slot = process.begin()
+    assert slot is not None
+    process.ask(slot, 0, tokens)
+    try:
+        assert not process.wait(slot)
+        return bytes(process.mask(slot))
+    finally:
+        process.drop(slot)
 
 
 def test_a_grammar_that_crashes_the_compiler_fails_alone(processes: GrammarProcesses) -> None:
@@ -90,12 +98,53 @@ def test_the_process_that_forks_is_started_again() -> None:
         assert mask(again) == before and again.forker_pid != forker_pid
 
 
-def test_more_rows_than_are_kept_are_refused_until_some_are_collected(processes: GrammarProcesses) -> None:
+def test_more_sequences_than_are_kept_are_refused_until_some_are_dropped(processes: GrammarProcesses) -> None:
     process = processes.compile("ab", "regex")
-    rows = [process.ask(process.new_key(), 0, ()) for _ in range(MOST_ROWS)]
-    assert process.ask(process.new_key(), 0, ()) is None
-    assert len({process.answer(row) for row in rows if row is not None}) == 1
+    slots = [process.begin() for _ in range(MOST_ROWS)]
+    assert process.begin() is None
+    for slot in slots:
+        assert slot is not None
+        process.ask(slot, 0, ())
+    assert {process.wait(slot) for slot in slots if slot is not None} == {""}
+    assert len({bytes(process.mask(slot)) for slot in slots if slot is not None}) == 1
+    for slot in slots[:3]:
+        assert slot is not None
+        process.drop(slot)
     assert mask(process)
+
+
+def test_a_slot_that_is_taken_again_before_its_answer_came_has_the_answer_to_its_own_question(
+    processes: GrammarProcesses,
+) -> None:
+    process = processes.compile("ab", "regex")
+    before = mask(process)
+    os.kill(process.pid, signal.SIGSTOP)
+    slot = process.begin()
+    assert slot is not None
+    process.ask(slot, 0, (1,))  # does not fit
+    process.flush()
+    process.drop(slot)
+    assert process.begin() == slot
+    process.ask(slot, 0, ())
+    process.flush()
+    os.kill(process.pid, signal.SIGCONT)
+    assert not process.wait(slot) and bytes(process.mask(slot)) == before
+
+
+def test_questions_longer_than_a_socket_holds_reach_a_child_that_does_not_read_yet_and_hold_up_no_other(
+    processes: GrammarProcesses,
+) -> None:
+    busy, other = processes.compile("[a-c]*", "regex"), processes.compile("ab", "regex")
+    letter = TOKENIZER.token_to_id("a")
+    os.kill(busy.pid, signal.SIGSTOP)
+    slots = [busy.begin() for _ in range(3)]
+    for slot in slots:
+        assert slot is not None
+        busy.ask(slot, 0, [letter] * 150_000)
+    assert mask(other)
+    os.kill(busy.pid, signal.SIGCONT)
+    for slot in slots:
+        assert slot is not None and not busy.wait(slot)
 
 
 CHILD = """
@@ -130,6 +179,7 @@ def test_a_grammar_for_which_too_few_files_are_left_is_lost_and_keeps_none(
     processes: GrammarProcesses, num_left: int
 ) -> None:
     good = processes.compile("ab", "regex")
+    gc.collect()  # processes of other tests
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     before = os.listdir("/proc/self/fd")
     free = [number for number in range(len(before) + 16) if str(number) not in before]

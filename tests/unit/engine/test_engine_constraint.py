@@ -7,10 +7,13 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from cluster_fixture import BUNDLED_MODEL, WAIT_S
@@ -18,8 +21,9 @@ from llguidance import grammar_from
 from tokenizers import Tokenizer
 
 from cluster.grammar import GrammarLimits
-from engine.sampling.constraint import MAX_GRAMMARS, MOST_FAULTS, Constrainer, Constraint, ConstraintFailed
+from engine.sampling.constraint import MAX_GRAMMARS, MOST_FAULTS, Constrainer, Constraint, ConstraintFailed, Words
 from engine.sampling.params import SampleRow, SamplingParams
+from engine.sampling.rules import LogitRules
 from engine.sampling.sampler import Sampler
 
 VOCAB, EOS = 1024, 0
@@ -37,6 +41,14 @@ def constrainer() -> Iterator[Constrainer]:
 
 def ids(text: str) -> list[int]:
     return [TOKENIZER.token_to_id(character) for character in text]
+
+
+def allowed(
+    constraint: Constraint, index: int, output: list[int], ends: Sequence[int] = (EOS,)
+) -> npt.NDArray[np.bool_]:
+    """Which tokens may follow, [V]."""
+    words = constraint.allowed(index, output, ends)
+    return np.unpackbits(words.view(np.uint8), count=VOCAB, bitorder="little").view(np.bool_)
 
 
 def row(params: SamplingParams, output: list[int], index: int = 0) -> SampleRow:
@@ -88,27 +100,27 @@ def test_what_may_follow_depends_on_the_tokens_alone(constrainer: Constrainer) -
     step_by_step = constrainer.new(WORD)
     output = ids("abca")
     for length in range(5):
-        one = step_by_step.allowed(0, output[:length], [EOS])
-        other = constrainer.new(WORD).allowed(0, output[:length], [EOS])
+        one = allowed(step_by_step, 0, output[:length])
+        other = allowed(constrainer.new(WORD), 0, output[:length])
         assert (one == other).all()
         assert one[EOS] == (length >= 2)
         assert one[ids("b")[0]] == (length < 4)
         assert not one[ids("d")[0]]
-    assert (step_by_step.allowed(0, output[:1], [EOS]) == constrainer.new(WORD).allowed(0, output[:1], [EOS])).all()
+    assert (allowed(step_by_step, 0, output[:1]) == allowed(constrainer.new(WORD), 0, output[:1])).all()
 
 
 def test_sequences_of_one_request_go_apart(constrainer: Constrainer) -> None:
     constraint = constrainer.new(WORD)
-    assert not constraint.allowed(0, ids("a"), [EOS])[EOS]
-    assert constraint.allowed(1, ids("bb"), [EOS])[EOS]
-    assert constraint.allowed(0, ids("ab"), [EOS])[EOS]
-    assert constraint.allowed(1, ids("bbcc"), [EOS]).nonzero()[0].tolist() == [EOS]
+    assert not allowed(constraint, 0, ids("a"))[EOS]
+    assert allowed(constraint, 1, ids("bb"))[EOS]
+    assert allowed(constraint, 0, ids("ab"))[EOS]
+    assert allowed(constraint, 1, ids("bbcc")).nonzero()[0].tolist() == [EOS]
 
 
 def test_only_a_stop_token_of_the_request_ends_an_output(constrainer: Constrainer) -> None:
     other = ids("z")[0]
-    allowed = constrainer.new(WORD).allowed(0, ids("aaaa"), [other])
-    assert allowed.nonzero()[0].tolist() == [other]
+    found = allowed(constrainer.new(WORD), 0, ids("aaaa"), [other])
+    assert found.nonzero()[0].tolist() == [other]
 
 
 def test_a_minimum_holds_until_nothing_else_may_follow(constrainer: Constrainer) -> None:
@@ -141,7 +153,7 @@ def test_tokens_that_do_not_fit_are_a_problem_of_their_row_alone(constrainer: Co
     assert wrong.token_id == -1 and "doesn't satisfy the grammar" in wrong.problem
     assert not right.problem and right.token_id >= 0
     with pytest.raises(ConstraintFailed):
-        constrainer.new(WORD).allowed(0, ids("xyz"), [EOS])
+        allowed(constrainer.new(WORD), 0, ids("xyz"))
 
 
 def test_grammars_that_cannot_be_followed_are_refused(constrainer: Constrainer) -> None:
@@ -154,8 +166,8 @@ def test_many_grammars_do_not_push_one_another_out_of_use(constrainer: Constrain
     first = constrainer.new(WORD)
     for number in range(MAX_GRAMMARS + 5):
         constrainer.new(grammar_from("regex", f"x{{{number + 1}}}"))
-    assert first.allowed(0, ids("ab"), [EOS])[EOS]
-    assert constrainer.new(WORD).allowed(0, ids("ab"), [EOS])[EOS]
+    assert allowed(first, 0, ids("ab"))[EOS]
+    assert allowed(constrainer.new(WORD), 0, ids("ab"))[EOS]
 
 
 def test_a_folder_without_a_tokenizer_has_no_constrainer(tmp_path: Path) -> None:
@@ -174,11 +186,11 @@ def test_a_process_ended_from_outside_is_replaced_and_its_sequences_go_on_as_the
 ) -> None:
     constraint, other = constrainer.new(WORD), constrainer.new(WORD)
     output = ids("abca")
-    expected = [constrainer.new(WORD).allowed(0, output[:length], [EOS]) for length in range(5)]
+    expected = [allowed(constrainer.new(WORD), 0, output[:length]) for length in range(5)]
     for length in range(5):
         os.kill(process_of(constraint), signal.SIGKILL) if length else None
-        assert (constraint.allowed(0, output[:length], [EOS]) == expected[length]).all()
-        assert (other.allowed(0, output[:length], [EOS]) == expected[length]).all()
+        assert (allowed(constraint, 0, output[:length]) == expected[length]).all()
+        assert (allowed(other, 0, output[:length]) == expected[length]).all()
 
 
 @pytest.mark.parametrize("end", [signal.SIGSEGV, None], ids=["crash", "too slow"])
@@ -188,18 +200,18 @@ def test_the_row_that_ended_a_process_fails_and_the_others_go_on(end: signal.Sig
     assert made is not None
     with contextlib.closing(made):
         guilty, innocent = made.new(WORD), made.new(WORD)
-        expected = guilty.allowed(0, [], [EOS])
+        expected = allowed(guilty, 0, [])
         pid = process_of(guilty)
         os.kill(pid, signal.SIGSTOP)
-        guilty.ask(0, ids("a"))
-        innocent.ask(0, [])
+        guilty.ask(0, ids("a"), [EOS])
+        innocent.ask(0, [], [EOS])
         guilty.flush()
         if end is not None:
             os.kill(pid, end)
             os.kill(pid, signal.SIGCONT)
         with pytest.raises(ConstraintFailed, match="SIGSEGV" if end is not None else r"more than 0\.3 s to follow"):
-            guilty.allowed(0, ids("a"), [EOS])
-        assert (innocent.allowed(0, [], [EOS]) == expected).all()
+            allowed(guilty, 0, ids("a"))
+        assert (allowed(innocent, 0, []) == expected).all()
 
 
 def test_a_grammar_that_ends_every_process_is_given_up() -> None:
@@ -207,19 +219,19 @@ def test_a_grammar_that_ends_every_process_is_given_up() -> None:
     assert made is not None
     with contextlib.closing(made):
         constraint = made.new(WORD)
-        constraint.allowed(0, [], [EOS])
+        allowed(constraint, 0, [])
         for _ in range(MOST_FAULTS):
-            constraint.allowed(0, [], [EOS])
+            allowed(constraint, 0, [])
             pid = process_of(constraint)
             os.kill(pid, signal.SIGSTOP)
-            constraint.ask(0, ids("a"))
+            constraint.ask(0, ids("a"), [EOS])
             constraint.flush()
             os.kill(pid, signal.SIGSEGV)
             os.kill(pid, signal.SIGCONT)
             with pytest.raises(ConstraintFailed, match="SIGSEGV"):
-                constraint.allowed(0, ids("a"), [EOS])
+                allowed(constraint, 0, ids("a"))
         with pytest.raises(ConstraintFailed, match="ended 2 times by its fault"):
-            constraint.allowed(0, [], [EOS])
+            allowed(constraint, 0, [])
 
 
 def test_masks_asked_for_ahead_are_those_asked_for_at_once(constrainer: Constrainer) -> None:
@@ -227,12 +239,33 @@ def test_masks_asked_for_ahead_are_those_asked_for_at_once(constrainer: Constrai
     output = ids("abca")
     for length in range(5):
         for index in range(3):
-            ahead.ask(index, output[:length])
+            ahead.ask(index, output[:length], [EOS])
         ahead.flush()
         for index in range(3):
-            assert (
-                ahead.allowed(index, output[:length], [EOS]) == at_once.allowed(index, output[:length], [EOS])
-            ).all()
+            assert (allowed(ahead, index, output[:length]) == allowed(at_once, index, output[:length])).all()
+
+
+@pytest.mark.parametrize("vocab_size", [64, 1000, 32_769])
+def test_masks_by_the_kernel_are_those_by_torch(monkeypatch: pytest.MonkeyPatch, vocab_size: int) -> None:
+    random = np.random.default_rng(vocab_size)
+    words = random.integers(-(1 << 31), 1 << 31, (3, -(-vocab_size // 32))).astype(np.int32)
+    words[0], words[1, : len(words[1]) // 2] = -1, 0
+    logits = torch.randn(5, vocab_size, generator=torch.Generator().manual_seed(1))
+
+    class Fixed:
+        def allowed(self, index: int, *_: object) -> Words:
+            return words[index]
+
+    fixed: Any = Fixed()
+    free, held = SamplingParams(), SamplingParams(constraint=fixed)
+    rows = [row(free, []), *(row(held, [], index) for index in range(3)), row(free, [])]
+    by_kernel = LogitRules([each.params for each in rows], vocab_size, logits.device).apply(logits, rows)
+    monkeypatch.setattr("engine.sampling.rules.native", lambda: (None, "not wanted"))
+    by_torch = LogitRules([each.params for each in rows], vocab_size, logits.device).apply(logits, rows)
+    assert torch.equal(by_kernel, by_torch)
+    bits = np.unpackbits(words.view(np.uint8), axis=1, count=vocab_size, bitorder="little").view(np.bool_)
+    assert torch.equal(by_torch[1:4] == -torch.inf, ~torch.from_numpy(bits))
+    assert torch.equal(by_torch[[0, 4]], logits[[0, 4]]) and torch.equal(by_torch[1], logits[1])
 
 
 def test_one_grammar_that_compiles_long_holds_up_no_other() -> None:
@@ -243,5 +276,5 @@ def test_one_grammar_that_compiles_long_holds_up_no_other() -> None:
         made.begin(grammar_from("regex", "a?" * 30_000), compiled.put)
         made.begin(WORD, compiled.put)
         assert isinstance(first := compiled.get(timeout=WAIT_S), Constraint)
-        assert first.allowed(0, ids("ab"), [EOS])[EOS]
+        assert allowed(first, 0, ids("ab"))[EOS]
         assert compiled.empty()

@@ -101,7 +101,7 @@ def test_a_constraint_adds_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
     class Anything:
         def allowed(self, *_: Any) -> Any:
-            return np.ones(VOCAB_SIZE, dtype=np.bool_)
+            return np.full(-(-VOCAB_SIZE // 32), -1, dtype=np.int32)
 
     sampler, rows = Sampler(VOCAB_SIZE), [row(constraint=Anything()), row(constraint=Anything())]
     with fake_cuda():

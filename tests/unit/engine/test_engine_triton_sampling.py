@@ -20,7 +20,7 @@ from engine.sampling.params import SampledToken, SampleRow, SamplingParams
 from engine.sampling.rng import gumbel as expected_gumbel
 from engine.sampling.rng import row_keys, sequence_keys
 from engine.triton.sampler import TritonChooser
-from engine.triton.sampling_batch import FIELDS
+from engine.triton.sampling_batch import FIELDS, mask_of
 from engine.triton.sampling_tiles import gumbel, key_of
 
 WIDE: list[dict[str, Any]] = [
@@ -132,7 +132,7 @@ class Even:
             raise ConstraintFailed("enough")
         mask = np.zeros(VOCAB, dtype=np.bool_)
         mask[list(self.allowed_ids)] = True
-        return mask
+        return mask_of(mask)
 
 
 def test_a_constraint_is_followed_until_it_cannot_be() -> None:
