@@ -9,6 +9,7 @@ it, is dropped. From the router's announcement and the prefill worker's Open, in
 A granted chunk is always landed, also after a cancel, and only then are the pages released: nothing that the transport
 may still write to is ever free. An Abort is always answered with an Abort, after which no grant of it can follow. A
 hand-off that fails reports it once it has drained, with how many tokens of the prompt have landed whole.
+A fetch is a hand-off of a prefix that the sender's cache has: its Open says of how many tokens, and nothing follows it.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class Incoming:
     key: RequestKey
     num_tokens: int
     groups: Sequence[KvGroup]
+    is_fetch: bool = False
     epoch: str | None = None
     state: ReceiveState = ReceiveState.ANNOUNCED
     num_cached_tokens: int = 0
@@ -133,8 +135,8 @@ class Receiver:
         self._groups = groups
         self._num_layers = sum(len(group.layers) for group in groups)
         self._incoming: dict[RequestKey, Incoming] = {}
-        self._opened: dict[RequestKey, str] = {}
-        """Epochs whose Open arrived before the router's announcement."""
+        self._opened: dict[RequestKey, tuple[str, int]] = {}
+        """Epochs whose Open arrived before the router's announcement, and the tokens that it named."""
         self._slots: dict[str, LandingSlots] = {}
 
     def __contains__(self, key: RequestKey) -> bool:
@@ -166,7 +168,7 @@ class Receiver:
     ) -> Actions:
         """The connection is retired, and what had not been handed over is lost with it."""
         self._slots.pop(epoch, None)
-        self._opened = {key: e for key, e in self._opened.items() if e != epoch}
+        self._opened = {key: opened for key, opened in self._opened.items() if opened[0] != epoch}
         actions: Actions = []
         for incoming in [i for i in self._incoming.values() if i.epoch == epoch]:
             actions += self._close(incoming, ReceiveEvent.CONNECTION_LOST, (reason, why))
@@ -174,21 +176,25 @@ class Receiver:
 
     # One hand-off
 
-    def announce(self, key: RequestKey, num_tokens: int) -> Actions:
-        """The router expects this request's KV to arrive from a prefill worker."""
-        incoming = self._incoming[key] = Incoming(key, num_tokens, self._groups)
-        epoch = self._opened.pop(key, None)
-        return [] if epoch is None else self._match(incoming, epoch)
+    def announce(self, key: RequestKey, num_tokens: int, *, is_fetch: bool = False) -> Actions:
+        """The router expects this request's KV to arrive from a prefill worker; in a fetch, so many tokens at most."""
+        incoming = self._incoming[key] = Incoming(key, num_tokens, self._groups, is_fetch)
+        opened = self._opened.pop(key, None)
+        return [] if opened is None else self._match(incoming, *opened)
 
-    def opened(self, epoch: str, key: RequestKey) -> Actions:
-        """A prefill worker asks for the request's reservation."""
+    def opened(self, epoch: str, key: RequestKey, num_tokens: int) -> Actions:
+        """A prefill worker asks for the request's reservation; in a fetch, for so many tokens."""
         incoming = self._incoming.get(key)
         if incoming is None:
-            self._opened[key] = epoch
+            self._opened[key] = epoch, num_tokens
             return []
         if incoming.state is not ReceiveState.ANNOUNCED:
             return [self._abort_message(epoch, key, "this request is being handed off already")]
-        return self._match(incoming, epoch)
+        return self._match(incoming, epoch, num_tokens)
+
+    def num_tokens(self, key: RequestKey) -> int:
+        """Tokens that are handed over: those that the router announced, or in a fetch what the sender has of them."""
+        return self._incoming[key].num_tokens
 
     def reserved(self, key: RequestKey, num_cached_tokens: int) -> Actions:
         """Blocks are held for the whole prompt; its first `num_cached_tokens` tokens are here already."""
@@ -199,6 +205,11 @@ class Receiver:
         incoming.num_cached_tokens = num_cached_tokens
         message = handoff_pb2.Reserved(key=key.to_proto(), num_cached_tokens=num_cached_tokens)
         return [SendMessage(incoming.epoch, handoff_pb2.ReceiverMessage(reserved=message))]
+
+    def refused(self, key: RequestKey, why: str) -> Actions:
+        """There are no blocks for it, and it is not to wait for any."""
+        incoming = self._incoming[key]
+        return self._fail(incoming, why, worker_pb2.Failed.REASON_CAPACITY)
 
     def offered(self, epoch: str, offer: handoff_pb2.Chunk) -> Actions:
         """A chunk waits in the sender's slot."""
@@ -250,7 +261,7 @@ class Receiver:
 
     def peer_aborted(self, epoch: str, key: RequestKey) -> Actions:
         """The sender aborted the request; the router learns of it from the sender."""
-        if self._opened.get(key) == epoch:
+        if key in self._opened and self._opened[key][0] == epoch:
             del self._opened[key]
         answer: Actions = [self._abort_message(epoch, key, "aborted")]
         incoming = self._find(epoch, key)
@@ -266,9 +277,11 @@ class Receiver:
         incoming = self._incoming.get(key)
         return incoming if incoming is not None and incoming.epoch == epoch else None
 
-    def _match(self, incoming: Incoming, epoch: str) -> Actions:
+    def _match(self, incoming: Incoming, epoch: str, num_tokens: int) -> Actions:
         incoming.advance(ReceiveEvent.OPENED)
         incoming.epoch = epoch
+        if incoming.is_fetch:
+            incoming.num_tokens = min(incoming.num_tokens, num_tokens)
         return [Reserve(incoming.key)]
 
     def _problem_of(self, chunk: Chunk, incoming: Incoming, slots: LandingSlots) -> str:

@@ -337,6 +337,7 @@ class SimulatedWorker:
             transport=spec.transports[0],
             dtype="bfloat16",
             protocol=spoken(),
+            prefix_format="bfloat16" if spec.enable_prefix_cache else "",
         )
 
 

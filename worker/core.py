@@ -198,9 +198,13 @@ class Core:
             return
         self.reporter.open_request(request.key, session, report_each_token=admit.tell_each_token)
         if admit.role == worker_pb2.ROLE_DECODE:
-            self.decode.admit(request, admit.expect_handoff, waiting.aborted)
+            self.decode.admit(request, admit.expect_handoff, waiting.aborted, is_fetch=admit.prefix_only)
             return
-        self.prefill.admit(request, self.handoffs.connect_to(admit.decode_peer))
+        connection = self.handoffs.connect_to(admit.decode_peer)
+        if admit.prefix_only:
+            self.prefill.admit_fetch(request, connection, self.handoffs.last_step)
+        else:
+            self.prefill.admit(request, connection)
 
     def _refuse(self, waiting: WaitingAdmit, reason: worker_pb2.Failed.Reason, problem: str) -> None:
         failed = worker_pb2.Failed(key=waiting.admit.key, reason=reason, message=problem)

@@ -1,6 +1,7 @@
 """Decode work on one worker: reserves for hand-offs, decodes what has landed, prefills here what is not handed over.
 
-Owns every sequence of its requests and their blocks. A request's blocks are free when its last sequence ends.
+Owns every sequence of its requests and their blocks. A request's blocks are free when its last sequence ends. In a
+fetch none decodes: what lands is for the prefix cache.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cluster.lifecycle import RequestKey
 from cluster.pb import generation_pb2, handoff_pb2, worker_pb2
@@ -41,12 +42,18 @@ class DecodeTask:
 
     request: Request
     prompt: Sequence
+    is_fetch: bool = False
     spare: list[int] = field(default_factory=list)
     """Blocks reserved beyond the prompt's: head-room for the first token of each sequence."""
     is_reserved: bool = False
     live: dict[int, Sequence] = field(default_factory=dict)
     aborted: set[int] = field(default_factory=set)
     """Sequences the router ended before they were born."""
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences that will decode."""
+        return 0 if self.is_fetch else self.request.params.n
 
 
 class DecodeRole:
@@ -95,15 +102,18 @@ class DecodeRole:
         """The sequences of the batch, in their order."""
         return self._scheduler.running
 
-    def admit(self, request: Request, expect_handoff: bool, aborted: Iterable[int] = ()) -> None:
-        """The router gave this worker a request, whose KV arrives from a prefill worker or is computed here."""
+    def admit(
+        self, request: Request, expect_handoff: bool, aborted: Iterable[int] = (), *, is_fetch: bool = False
+    ) -> None:
+        """The router gave this worker a request, whose KV arrives from a prefill worker or is computed here.
+        `is_fetch`: what arrives is for the prefix cache alone."""
         if request.key.attempt > 1 and any(key.request_id == request.key.request_id for key in self._tasks):
             self._held_back[request.key] = request, expect_handoff, set(aborted)
             return
         sequence = Sequence.root(request, next(self._arrivals))
-        self._tasks[request.key] = DecodeTask(request, sequence, aborted=set(aborted))
+        self._tasks[request.key] = DecodeTask(request, sequence, is_fetch, aborted=set(aborted))
         if expect_handoff:
-            self._carry_out(self._receiver.announce(request.key, sequence.num_tokens))
+            self._carry_out(self._receiver.announce(request.key, sequence.num_tokens, is_fetch=is_fetch))
         else:
             self._tasks[request.key].live[0] = sequence
             self._scheduler.add(sequence)
@@ -140,7 +150,7 @@ class DecodeRole:
         epoch, receiver = connection.epoch, self._receiver
         match message.WhichOneof("message"):
             case "open":
-                self._carry_out(receiver.opened(epoch, RequestKey.of(message.open.key)))
+                self._carry_out(receiver.opened(epoch, RequestKey.of(message.open.key), message.open.num_tokens))
             case "offer":
                 self._carry_out(receiver.offered(epoch, message.offer))
             case "commit":
@@ -259,6 +269,8 @@ class DecodeRole:
             match action:
                 case SendMessage():
                     self._send(action)
+                case Reserve() if self._tasks[action.key].is_fetch:
+                    self._reserve_fetch(self._tasks[action.key])
                 case Reserve():
                     self._to_reserve.append(action.key)
                     self._reserve_waiting(self._scheduler.most_blocks_due())
@@ -266,6 +278,8 @@ class DecodeRole:
                     chunk, prompt = action.chunk, self._tasks[action.chunk.key].prompt
                     table = self._blocks.of_group(prompt.block_table, chunk.range.group)
                     self._connections[chunk.epoch].land(chunk, table, self._landed)
+                case Ready() if self._tasks[action.key].is_fetch:
+                    self._keep_fetched(self._tasks[action.key])
                 case Ready():
                     self._start_decoding(self._tasks[action.key], action.first_tokens)
                 case Fail():
@@ -278,14 +292,14 @@ class DecodeRole:
         then on, so none waits for the end of a step here; but what runs has the blocks that it is about to need."""
         while self._to_reserve:
             task = self._tasks[self._to_reserve[0]]
-            if not self._scheduler.has_room(task.request.params.n) or not self._reserve(task, num_blocks_due):
+            if not self._scheduler.has_room(task.num_seqs) or not self._reserve(task, num_blocks_due):
                 return
             self._to_reserve.popleft()
             self._carry_out(self._receiver.reserved(task.request.key, task.prompt.num_cached_tokens))
 
     def _reserve(self, task: DecodeTask, num_blocks_due: int) -> bool:
-        n, num_tokens = task.request.params.n, task.prompt.num_tokens
-        num_spare = (n - 1 if num_tokens % self._blocks.block_size else n) * len(self._blocks.groups)
+        n, num_tokens = task.num_seqs, task.prompt.num_tokens
+        num_spare = max(0, n - 1 if num_tokens % self._blocks.block_size else n) * len(self._blocks.groups)
         if not claim_blocks(task.prompt, self._blocks, is_landing=True):
             return False
         if not self._blocks.can_allocate(num_spare + num_blocks_due):
@@ -296,11 +310,29 @@ class DecodeRole:
         self._scheduler.num_reserved_seqs += n
         return True
 
+    def _reserve_fetch(self, task: DecodeTask) -> None:
+        """Takes blocks for a prefix that nobody needs now, or gives it up: it waits for none, and has none before those
+        that do."""
+        key = task.request.key
+        tokens = task.request.prompt_token_ids[: self._receiver.num_tokens(key)]
+        task.prompt = Sequence.root(replace(task.request, prompt_token_ids=tokens), task.prompt.arrival)
+        if self._to_reserve or not self._reserve(task, self._scheduler.most_blocks_due()):
+            self._carry_out(self._receiver.refused(key, "the worker has no blocks to spare for a prefix"))
+        else:
+            self._carry_out(self._receiver.reserved(key, task.prompt.num_cached_tokens))
+
+    def _keep_fetched(self, task: DecodeTask) -> None:
+        num_before, num_tokens = task.prompt.num_cached_tokens, task.prompt.num_tokens
+        num_kept = keep_blocks(task.prompt, self._blocks, num_tokens)
+        release_blocks(task.prompt, self._blocks)
+        self._reporter.emit_fetched(task.request.key, num_kept, num_before)
+        self._close(task)
+
     def _release_reservation(self, task: DecodeTask, num_kept_tokens: int) -> None:
         if task.request.key in self._to_reserve:
             self._to_reserve.remove(task.request.key)
         if task.is_reserved:
-            self._scheduler.num_reserved_seqs -= task.request.params.n
+            self._scheduler.num_reserved_seqs -= task.num_seqs
             keep_blocks(task.prompt, self._blocks, num_kept_tokens)
             release_blocks(task.prompt, self._blocks)
         self._close(task)

@@ -88,6 +88,11 @@ class Handoffs:
             connection.check_deadline(self._answer_timeout_s)
         self._close_spare()
 
+    @property
+    def last_step(self) -> int:
+        """Number of the newest step that has ended."""
+        return self._context.last_step
+
     def step_ended(self, number: int) -> None:
         self._context.last_step = number
 

@@ -1,13 +1,14 @@
 """Prefill work on one worker: admits requests, plans their chunks, and carries out what the sender machine decides.
 
 Owns the sequences it computes and their blocks until the sender releases them. The prefix cache keeps the prompt after.
+In a fetch nothing is computed: the sequence is what the prefix cache has of the prompt.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.lifecycle import RequestKey
 from cluster.pb import generation_pb2, handoff_pb2, worker_pb2
@@ -16,6 +17,7 @@ from engine.kv.block_manager import BlockManager
 from engine.sampling.params import SampledToken, check_finish
 from engine.sequence import Request, ScheduledSequence, Sequence, release_blocks, settle_blocks
 from engine.step_budget import StepBudget
+from engine.step_input import table_of
 from kv_transfer.actions import Actions, BeginPrefill, Chunk, Fail, Gather, ReleasePages, SendMessage, Transmit
 from prefill_worker.scheduler import PrefillScheduler
 from prefill_worker.sender import Sender
@@ -27,11 +29,13 @@ Phase = generation_pb2.Heartbeat
 
 @dataclass
 class PrefillTask:
-    """A request of this role. The sequence exists once the decode worker has reserved."""
+    """A request of this role. The sequence exists once the decode worker has reserved; in a fetch from its begin."""
 
     request: Request
     epoch: str
     sequence: Sequence | None = None
+    last_step: int = 0
+    """The step that has computed all of a fetch, or one behind it."""
 
 
 class PrefillRole:
@@ -70,6 +74,24 @@ class PrefillRole:
         self._connections[connection.epoch] = connection
         self._tasks[request.key] = PrefillTask(request, connection.epoch)
         num_tokens = len(request.prompt_token_ids) + len(request.known_start)
+        self._carry_out(self._sender.open(request.key, connection.epoch, num_tokens))
+
+    def admit_fetch(self, request: Request, connection: HandoffConnection, last_step: int) -> None:
+        """Another worker wants what the prefix cache has of a prompt, none of it newer than `last_step`. Without any of
+        it, the fetch fails."""
+        tokens, count = request.prompt_token_ids, len(self._blocks.groups)
+        cached = self._blocks.match_prefix((*tokens, 0), request.cache_salt) if request.use_prefix_cache else []
+        if not cached:
+            why = "the prefix cache has nothing of the prompt any more"
+            self._reporter.emit_failure(request.key, worker_pb2.Failed.REASON_CAPACITY, why)
+            self._reporter.close_request(request.key)
+            return
+        num_tokens = len(cached) // count * self._blocks.block_size
+        sequence = Sequence.root(replace(request, prompt_token_ids=tokens[:num_tokens]), next(self._arrivals))
+        sequence.block_table = table_of(cached)
+        sequence.num_computed_tokens = sequence.num_cached_tokens = num_tokens
+        self._connections[connection.epoch] = connection
+        self._tasks[request.key] = PrefillTask(request, connection.epoch, sequence, last_step)
         self._carry_out(self._sender.open(request.key, connection.epoch, num_tokens))
 
     def cancel(self, key: RequestKey, reason: str) -> None:
@@ -219,6 +241,11 @@ class PrefillRole:
                     self._release(action.key)
 
     def _begin(self, task: PrefillTask) -> None:
+        if task.sequence is not None:  # a fetch, of which everything is here
+            key = task.request.key
+            self._carry_out(self._sender.computed(key, task.sequence.num_tokens, task.last_step))
+            self._carry_out(self._sender.commit(key, []))
+            return
         task.sequence = Sequence.root(task.request, next(self._arrivals))
         self._scheduler.add(task.sequence)
 

@@ -281,7 +281,14 @@ class Leader(_Rank):
             metrics_address=metrics_address,
             crash_record=self._crash_record.path,
             protocol=spoken(),
+            prefix_format=self._prefix_format(),
         )
+
+    def _prefix_format(self) -> str:
+        """The type of the KV cache; empty where a prefix would not travel as it is, or is not kept."""
+        settings = self._settings
+        is_exact = settings.transfer.wire_format == "native" and settings.engine.enable_prefix_cache
+        return self._resolved.layout.dtype if is_exact else ""
 
     def _run_engine(self) -> None:
         assert self._core is not None

@@ -104,6 +104,11 @@ class Reporter:
         failed = worker_pb2.Failed(key=key.to_proto(), reason=reason, message=message, num_kept_tokens=num_kept_tokens)
         self.emit(key, worker_pb2.Event(failed=failed))
 
+    def emit_fetched(self, key: RequestKey, num_tokens: int, num_cached_tokens: int) -> None:
+        """Reports that a fetch is over: the prefix cache has so many tokens of the prefix; before, so many."""
+        fetched = worker_pb2.Fetched(key=key.to_proto(), num_tokens=num_tokens, num_cached_tokens=num_cached_tokens)
+        self.emit(key, worker_pb2.Event(fetched=fetched))
+
     def emit_tokens(self, sequence: Sequence, sampled: SampledToken, index: int) -> None:
         """Reports token `index` of a sequence's output, and whether it ended the sequence."""
         request, of_sequence = sequence.request, (sequence.request.key, sequence.index)

@@ -38,7 +38,7 @@ class Command(_message.Message):
     def __init__(self, admit: _Optional[_Union[Admit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., resync_cache: _Optional[_Union[ResyncCache, _Mapping]] = ..., update_settings: _Optional[_Union[UpdateSettings, _Mapping]] = ...) -> None: ...
 
 class Admit(_message.Message):
-    __slots__ = ("key", "role", "prompt_token_ids", "sampling", "decode_peer", "expect_handoff", "cache_salt", "bypass_prefix_cache", "known_tokens", "prompt_logprobs", "tell_each_token")
+    __slots__ = ("key", "role", "prompt_token_ids", "sampling", "decode_peer", "expect_handoff", "cache_salt", "bypass_prefix_cache", "known_tokens", "prompt_logprobs", "tell_each_token", "prefix_only")
     KEY_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +50,7 @@ class Admit(_message.Message):
     KNOWN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TELL_EACH_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_ONLY_FIELD_NUMBER: _ClassVar[int]
     key: RequestKey
     role: Role
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -61,7 +62,8 @@ class Admit(_message.Message):
     known_tokens: _containers.RepeatedCompositeFieldContainer[KnownTokens]
     prompt_logprobs: int
     tell_each_token: bool
-    def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., decode_peer: _Optional[_Union[Peer, _Mapping]] = ..., expect_handoff: bool = ..., cache_salt: _Optional[bytes] = ..., bypass_prefix_cache: bool = ..., known_tokens: _Optional[_Iterable[_Union[KnownTokens, _Mapping]]] = ..., prompt_logprobs: _Optional[int] = ..., tell_each_token: bool = ...) -> None: ...
+    prefix_only: bool
+    def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., decode_peer: _Optional[_Union[Peer, _Mapping]] = ..., expect_handoff: bool = ..., cache_salt: _Optional[bytes] = ..., bypass_prefix_cache: bool = ..., known_tokens: _Optional[_Iterable[_Union[KnownTokens, _Mapping]]] = ..., prompt_logprobs: _Optional[int] = ..., tell_each_token: bool = ..., prefix_only: bool = ...) -> None: ...
 
 class KnownTokens(_message.Message):
     __slots__ = ("sequence_index", "token_ids")
@@ -118,7 +120,7 @@ class EventBatch(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ...) -> None: ...
 
 class Event(_message.Message):
-    __slots__ = ("info", "stats", "phase", "tokens", "failed", "prompt_logprobs", "cache")
+    __slots__ = ("info", "stats", "phase", "tokens", "failed", "prompt_logprobs", "cache", "fetched")
     INFO_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
@@ -126,6 +128,7 @@ class Event(_message.Message):
     FAILED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_FIELD_NUMBER: _ClassVar[int]
     info: WorkerInfo
     stats: WorkerStats
     phase: PhaseChanged
@@ -133,7 +136,8 @@ class Event(_message.Message):
     failed: Failed
     prompt_logprobs: PromptLogprobs
     cache: CacheEvents
-    def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., stats: _Optional[_Union[WorkerStats, _Mapping]] = ..., phase: _Optional[_Union[PhaseChanged, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., cache: _Optional[_Union[CacheEvents, _Mapping]] = ...) -> None: ...
+    fetched: Fetched
+    def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., stats: _Optional[_Union[WorkerStats, _Mapping]] = ..., phase: _Optional[_Union[PhaseChanged, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., cache: _Optional[_Union[CacheEvents, _Mapping]] = ..., fetched: _Optional[_Union[Fetched, _Mapping]] = ...) -> None: ...
 
 class RankInfo(_message.Message):
     __slots__ = ("tp_rank", "pid", "host", "device")
@@ -148,7 +152,7 @@ class RankInfo(_message.Message):
     def __init__(self, tp_rank: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., device: _Optional[str] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "node", "ranks", "model", "weights_revision", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "transport", "dtype", "metrics_address", "crash_record", "protocol")
+    __slots__ = ("worker_id", "incarnation", "role", "node", "ranks", "model", "weights_revision", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "transport", "dtype", "metrics_address", "crash_record", "protocol", "prefix_format")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -165,6 +169,7 @@ class WorkerInfo(_message.Message):
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     CRASH_RECORD_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_FORMAT_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     role: Role
@@ -181,7 +186,8 @@ class WorkerInfo(_message.Message):
     metrics_address: str
     crash_record: str
     protocol: str
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., node: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankInfo, _Mapping]]] = ..., model: _Optional[str] = ..., weights_revision: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., transport: _Optional[str] = ..., dtype: _Optional[str] = ..., metrics_address: _Optional[str] = ..., crash_record: _Optional[str] = ..., protocol: _Optional[str] = ...) -> None: ...
+    prefix_format: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., node: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankInfo, _Mapping]]] = ..., model: _Optional[str] = ..., weights_revision: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., transport: _Optional[str] = ..., dtype: _Optional[str] = ..., metrics_address: _Optional[str] = ..., crash_record: _Optional[str] = ..., protocol: _Optional[str] = ..., prefix_format: _Optional[str] = ...) -> None: ...
 
 class WorkerStats(_message.Message):
     __slots__ = ("blocks_free", "blocks_held", "blocks_cached", "blocks_total", "num_running_seqs", "num_waiting_requests", "num_requests", "num_steps", "num_prefill_tokens", "num_decode_tokens", "num_preemptions", "kv_bytes_sent", "kv_bytes_received", "step_cost")
@@ -278,6 +284,16 @@ class PromptLogprobs(_message.Message):
     first_token_index: int
     logprobs: _containers.RepeatedCompositeFieldContainer[_generation_pb2.TokenLogprob]
     def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., first_token_index: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprob, _Mapping]]] = ...) -> None: ...
+
+class Fetched(_message.Message):
+    __slots__ = ("key", "num_tokens", "num_cached_tokens")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    key: RequestKey
+    num_tokens: int
+    num_cached_tokens: int
+    def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., num_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Failed(_message.Message):
     __slots__ = ("key", "reason", "message", "num_kept_tokens")

@@ -106,6 +106,8 @@ class Model(World):
         for key, side in self.at_receiver.items():
             if side.wants_blocks:
                 yield ("reserve", key)
+                if self.bounds.num_kept is not None:
+                    yield ("refuse", key)
 
     def _operation_moves(self) -> Iterator[Move]:
         for chunk, sender in sorted(self.gathers, key=_order):
@@ -160,18 +162,24 @@ class Model(World):
     def _do_announce(self, key: RequestKey) -> None:
         self.announced.add(key)
         self.at_receiver[key] = Side()
-        self._carry_out("r", self.receiver.announce(key, self.bounds.num_tokens))
+        is_fetch = self.bounds.num_kept is not None
+        self._carry_out("r", self.receiver.announce(key, self.bounds.num_tokens, is_fetch=is_fetch))
 
     def _do_open(self, key: RequestKey) -> None:
         sender = self._sender_of(key)
         self.opened.add(key)
-        self.at_sender[key] = Side()
+        kept = self.bounds.num_kept
+        self.at_sender[key] = Side() if kept is None else Side(holds_pages=True, num_computed=kept)
+        if kept == 0:
+            self.at_sender[key] = Side(outcome="failed")
+            self.withdrawn[key] = self.withdrawn.get(key, "") + "s"
+            return
         live = [e for e, link in self.links.items() if link.sender == sender and link.is_open["s"]]
         epoch = live[0] if live else f"e{len(self.links)}"
         if not live:
             self.links[epoch] = Link(sender)
             self._say(epoch, "s", handoff_pb2.SenderMessage(hello=handoff_pb2.SenderHello()))
-        self._carry_out(f"s{sender}", self.senders[sender].open(key, epoch, self.bounds.num_tokens))
+        self._carry_out(f"s{sender}", self.senders[sender].open(key, epoch, self.bounds.num_handed))
 
     def _do_compute(self, key: RequestKey) -> None:
         side, sender, bounds = self.at_sender[key], self.senders[self._sender_of(key)], self.bounds
@@ -191,6 +199,10 @@ class Model(World):
         side.wants_blocks = False
         side.holds_pages = True
         self._carry_out("r", self.receiver.reserved(key, 0))
+
+    def _do_refuse(self, key: RequestKey) -> None:
+        self.at_receiver[key].wants_blocks = False
+        self._carry_out("r", self.receiver.refused(key, "no blocks"))
 
     def _do_cancel(self, key: RequestKey, side: str) -> None:
         self.faults_left -= 1

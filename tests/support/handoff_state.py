@@ -39,6 +39,13 @@ class Bounds:
     """The last step's layers are sent while it runs."""
     shares_pages: bool = False
     """The decode worker reads the prefill worker's pages itself."""
+    num_kept: int | None = None
+    """A fetch, of which the sender's cache has so many tokens when it is told; None: the prompt is computed."""
+
+    @property
+    def num_handed(self) -> int:
+        """Tokens that the hand-off is of."""
+        return self.num_tokens if self.num_kept is None else self.num_kept
 
     @property
     def groups(self) -> tuple[KvGroup, ...]:
@@ -183,7 +190,15 @@ def _freeze_outgoing(out: Outgoing) -> tuple[object, ...]:
 
 def _freeze_incoming(i: Incoming) -> tuple[object, ...]:
     commit = i.commit.num_chunks if i.commit is not None else -1
-    return (i.epoch, i.state.value, tuple(i.landing.values()), frozenset(i.landed), commit, i.failure is not None)
+    return (
+        i.num_tokens,
+        i.epoch,
+        i.state.value,
+        tuple(i.landing.values()),
+        frozenset(i.landed),
+        commit,
+        i.failure is not None,
+    )
 
 
 def freeze_sender(sender: Sender) -> tuple[object, ...]:

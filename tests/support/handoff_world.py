@@ -149,7 +149,7 @@ class World:
         key = RequestKey.of(body.key)
         if side == "r":
             heard = {
-                "open": lambda: self.receiver.opened(epoch, key),
+                "open": lambda: self.receiver.opened(epoch, key, body.num_tokens),
                 "offer": lambda: self.receiver.offered(epoch, body),
                 "commit": lambda: self.receiver.committed(epoch, body),
                 "abort": lambda: self.receiver.peer_aborted(epoch, key),
@@ -199,6 +199,10 @@ class World:
                     self._begin_send(action.chunk)
                 case Land():
                     self._begin_landing(action.chunk)
+                case BeginPrefill() if self.bounds.num_kept is not None:
+                    sender = self.senders[int(worker[1])]
+                    self._carry_out(worker, sender.computed(action.key, self.bounds.num_kept, 0))
+                    self._carry_out(worker, sender.commit(action.key, []))
                 case BeginPrefill():
                     side = self.at_sender[action.key]
                     side.holds_pages = side.is_computing = True
@@ -270,7 +274,7 @@ class World:
                     where = chunk.range
                     for token in range(where.token_start, where.token_end):
                         cells |= {(where.group, token, layer) for layer in range(where.layer_start, where.layer_end)}
-        num_tokens = self.bounds.num_tokens
+        num_tokens = self.bounds.num_handed
         wanted = {
             (place, token, layer)
             for place, group in enumerate(self.bounds.groups)

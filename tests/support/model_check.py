@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fetch_ring import Ring, RingBounds
 from handoff_model import Model, Move
 from handoff_state import Bounds, Violation
 
@@ -32,6 +33,7 @@ TWO_SENDERS: dict[str, Any] = {"num_attempts": 2, "other_sender": True}
 TWO_REQUESTS: dict[str, Any] = {"num_requests": 2, "num_tokens": 1, "num_slots": 1}
 LAYERED: dict[str, Any] = {"is_layered": True, "num_faults": 1}
 SHARED: dict[str, Any] = {"shares_pages": True}
+FETCH: dict[str, Any] = {"num_tokens": 2, "num_slots": 1}
 CONFIGURATIONS = (
     Bounds("1 request, 3 chunks, 2 slots, 1 fault", num_faults=1),
     Bounds("1 request, 3 chunks, 1 slot, 2 faults", num_slots=1),
@@ -44,10 +46,17 @@ CONFIGURATIONS = (
     Bounds("2 attempts, 2 senders, 3 chunks, 1 slot, 1 fault", **TWO_SENDERS, num_slots=1, num_faults=1),
     Bounds("2 attempts, 1 sender, 1 chunk, 2 faults", num_attempts=2, num_tokens=1, num_slots=1),
     Bounds("2 requests on one link, 1 chunk, 1 slot, 1 fault", **TWO_REQUESTS, num_faults=1),
+    Bounds("a fetch, 2 chunks, 1 slot, 2 faults", **FETCH, num_kept=2),
+    Bounds("a fetch of less than was known, 1 chunk, 2 faults", **FETCH, num_kept=1),
+    Bounds("a fetch of what was evicted, 1 fault", **FETCH, num_kept=0, num_faults=1),
+    Bounds("a fetch out of shared pages, 2 chunks, 1 slot, 1 fault", **FETCH, **SHARED, num_kept=2, num_faults=1),
     Bounds("shared pages, 1 request, 2 chunks, 2 slots, 2 faults", **SHARED, num_tokens=2),
     Bounds("shared pages, 1 request, 3 chunks, 1 slot, 1 fault", **SHARED, num_slots=1, num_faults=1),
     Bounds("shared pages, 2 attempts, 1 chunk, 1 fault", **SHARED, **TWO_SENDERS, num_tokens=1, num_faults=1),
     Bounds("shared pages, 2 requests, 1 chunk, 1 slot, 1 fault", **SHARED, **TWO_REQUESTS, num_faults=1),
+    RingBounds("2 workers fetch from each other, 1 block each, 1 fault", num_faults=1),
+    RingBounds("2 workers fetch from each other, 2 blocks each", pool_blocks=2),
+    RingBounds("3 workers fetch in a circle, 1 block each", num_workers=3),
 )
 DEEP = (
     Bounds("2 attempts, 2 senders, 1 chunk, 2 faults", **TWO_SENDERS, num_tokens=1, num_slots=1),
@@ -65,7 +74,7 @@ DEEP = (
 class Result:
     """What one exploration found."""
 
-    bounds: Bounds
+    bounds: Bounds | RingBounds
     num_states: int = 0
     num_moves: int = 0
     num_ends: int = 0
@@ -74,11 +83,17 @@ class Result:
     seconds: float = 0.0
 
 
-def explore(bounds: Bounds, machines: tuple[Callable[..., object], Callable[..., object]] | None = None) -> Result:
+def explore(
+    bounds: Bounds | RingBounds, machines: tuple[Callable[..., object], Callable[..., object]] | None = None
+) -> Result:
     """Every state within the bounds, or the first violation."""
     result, begun = Result(bounds), time.monotonic()
     sender_module.MIN_LAYERED_TOKENS = 1  # prompts here are short
-    first = Model(bounds) if machines is None else Model(bounds, machines)  # type: ignore[arg-type]
+    first: Any
+    if isinstance(bounds, RingBounds):
+        first = Ring(bounds)
+    else:
+        first = Model(bounds) if machines is None else Model(bounds, machines)  # type: ignore[arg-type]
     name = hash(first.freeze())
     seen, on_path = {name}, {name}
     stack = [(first, iter(first.fair_moves() + first.faults()), name)]
@@ -126,7 +141,7 @@ def report(result: Result) -> None:
         print(f"  {number:>3}. {' '.join(str(part) for part in move)}")
 
 
-def main(configurations: Sequence[Bounds]) -> int:
+def main(configurations: Sequence[Bounds | RingBounds]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # takes the pool's processes along
     results = []
     with multiprocessing.get_context("spawn").Pool(min(len(configurations), os.cpu_count() or 1)) as pool:

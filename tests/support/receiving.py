@@ -54,7 +54,7 @@ def linked(num_slots: int = 2, num_layers: int = 1) -> Receiver:
 def receiving(num_slots: int = 2, num_tokens: int = 16, cached: int = 0, num_layers: int = 1) -> Receiver:
     receiver = linked(num_slots, num_layers)
     assert receiver.announce(KEY, num_tokens) == []
-    assert receiver.opened("e", KEY) == [Reserve(KEY)]
+    assert receiver.opened("e", KEY, 16) == [Reserve(KEY)]
     assert told(receiver.reserved(KEY, cached)) == ["reserved"]
     return receiver
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 
 import pytest
+from fetch_ring import RingBounds
 from handoff_state import Bounds
 from model_check import explore
 
@@ -36,6 +37,7 @@ def layered_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
             marks=pytest.mark.battery,
         ),
         Bounds("shared pages", num_tokens=2, num_slots=1, num_faults=1, shares_pages=True),
+        Bounds("a fetch", num_tokens=2, num_slots=1, num_faults=1, num_kept=2),
     ],
     ids=lambda bounds: bounds.name,
 )
@@ -43,6 +45,13 @@ def test_every_interleaving_within_small_bounds_keeps_every_rule(bounds: Bounds)
     result = explore(bounds)
     assert not result.violation, (result.violation, result.trace)
     assert result.num_states > 500 and result.num_ends > 10
+
+
+@pytest.mark.parametrize("pool_blocks", [1, 2])
+def test_two_workers_that_fetch_from_each_other_never_wait_for_each_other(pool_blocks: int) -> None:
+    result = explore(RingBounds("mutual", pool_blocks=pool_blocks))
+    assert not result.violation, (result.violation, result.trace)
+    assert result.num_states > 500
 
 
 def release_while_gathering(patch: pytest.MonkeyPatch) -> None:
@@ -122,6 +131,10 @@ def keep_a_dead_link(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Sender, "connection_lost", connection_lost)
 
 
+def have_a_fetch_wait_for_blocks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Receiver, "refused", lambda self, key, why: [])
+
+
 def release_shared_pages_like_gathered_ones(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Sender, "_is_shared", lambda self, out: False)
 
@@ -159,13 +172,17 @@ TWO_REQUESTS = Bounds("2 requests", num_requests=2, num_tokens=1, num_slots=1, n
         (reuse_the_slot_of_an_offer_after_an_abort, TWO_REQUESTS, "is gathered over|not idle at the end"),
         (send_without_a_grant, ONE_FAULT, "not idle at the end|is sent twice|KeyError"),
         (keep_a_dead_link, TWO_REQUESTS, "link that is down|not idle at the end"),
+        (have_a_fetch_wait_for_blocks, RingBounds("mutual"), "holds the pages .* for ever|has no outcome"),
         (release_shared_pages_like_gathered_ones, SHARED_PAGES, "pages that the prefill worker does not hold"),
         (release_shared_pages_of_a_lost_link_at_once, SHARED_PAGES, "pages that the prefill worker does not hold"),
         (release_shared_pages_when_the_offer_is_aborted, SHARED_PAGES, "pages that the prefill worker does not hold"),
     ],
 )
 def test_a_machine_that_is_broken_on_purpose_is_found_out(
-    break_it: Callable[[pytest.MonkeyPatch], None], bounds: Bounds, found: str, monkeypatch: pytest.MonkeyPatch
+    break_it: Callable[[pytest.MonkeyPatch], None],
+    bounds: Bounds | RingBounds,
+    found: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     break_it(monkeypatch)
     result = explore(bounds)

@@ -33,18 +33,18 @@ def test_advance_follows_the_table_and_changes_nothing_else(state: ReceiveState,
 
 def test_a_reservation_needs_both_the_router_and_the_prefill_worker_in_either_order() -> None:
     receiver = linked()
-    assert receiver.opened("e", KEY) == []
-    assert receiver._opened == {KEY: "e"}
+    assert receiver.opened("e", KEY, 16) == []
+    assert receiver._opened == {KEY: ("e", 16)}
     assert receiver.announce(KEY, 16) == [Reserve(KEY)]
     receiver = linked()
     assert receiver.announce(KEY, 16) == []
-    assert receiver.opened("e", KEY) == [Reserve(KEY)]
+    assert receiver.opened("e", KEY, 16) == [Reserve(KEY)]
 
 
 def test_reserved_says_what_is_here_already() -> None:
     receiver = linked()
     receiver.announce(KEY, 16)
-    receiver.opened("e", KEY)
+    receiver.opened("e", KEY, 16)
     (tell,) = receiver.reserved(KEY, 8)
     assert isinstance(tell, SendMessage) and tell.message.reserved.num_cached_tokens == 8
 
@@ -58,7 +58,7 @@ def test_a_reservation_that_comes_after_the_end_is_passed_over() -> None:
 
 def test_an_open_whose_link_went_down_before_the_announcement_counts_no_more() -> None:
     receiver = linked()
-    receiver.opened("e", KEY)
+    receiver.opened("e", KEY, 16)
     receiver.connection_lost("e")
     assert receiver.announce(KEY, 16) == []
     receiver.cancel(KEY, "cancelled")
@@ -67,7 +67,7 @@ def test_an_open_whose_link_went_down_before_the_announcement_counts_no_more() -
 
 def test_an_open_that_was_taken_back_before_the_announcement_counts_no_more() -> None:
     receiver = linked()
-    receiver.opened("e", KEY)
+    receiver.opened("e", KEY, 16)
     assert told(receiver.peer_aborted("e", KEY)) == ["abort"]
     assert receiver.announce(KEY, 16) == []
 
@@ -102,7 +102,7 @@ def test_a_pair_that_is_not_open_gets_no_grant_until_it_is() -> None:
     receiver = Receiver(all_layers(1))
     receiver.connection_called("e", CHUNK_TOKENS, 2)
     receiver.announce(KEY, 8)
-    receiver.opened("e", KEY)
+    receiver.opened("e", KEY, 16)
     receiver.reserved(KEY, 0)
     assert receiver.offered("e", offer(0, 0, 8)) == []
     assert told(receiver.connection_open("e")) == ["grant"]
@@ -114,7 +114,7 @@ def test_slots_are_the_links_own() -> None:
     receiver.connection_called("f", CHUNK_TOKENS, 1)
     receiver.connection_open("f")
     receiver.announce(OTHER, 8)
-    receiver.opened("f", OTHER)
+    receiver.opened("f", OTHER, 8)
     receiver.reserved(OTHER, 0)
     assert told(receiver.offered("f", offer(0, 0, 8, key=OTHER))) == ["grant"]
     assert receiver.count_stages() == {"posted": 2, "free": 0}
@@ -170,7 +170,7 @@ def test_of_a_window_only_what_the_next_token_sees_must_land() -> None:
     receiver.connection_called("e", 2 * CHUNK_TOKENS, 4)
     receiver.connection_open("e")
     receiver.announce(KEY, 16)
-    receiver.opened("e", KEY)
+    receiver.opened("e", KEY, 16)
     receiver.reserved(KEY, 0)
     window = offer(1, 11, 16)
     window.group = 1
@@ -179,7 +179,7 @@ def test_of_a_window_only_what_the_next_token_sees_must_land() -> None:
     assert told(receiver.committed("e", commit(2))) == ["committed"]
 
     receiver.announce(OTHER, 16)
-    receiver.opened("e", OTHER)
+    receiver.opened("e", OTHER, 8)
     receiver.reserved(OTHER, 0)
     earlier = offer(0, 10, 16, key=OTHER)
     earlier.group = 1

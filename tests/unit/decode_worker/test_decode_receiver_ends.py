@@ -141,7 +141,7 @@ def test_another_link_or_attempt_cannot_speak_for_the_hand_off() -> None:
     assert receiver.offered("e", offer(0, 0, 8, key=AGAIN)) == []
     assert receiver.committed("f", commit(0)) == []
     assert receiver.committed("e", commit(0, key=AGAIN)) == []
-    assert told(receiver.opened("f", KEY)) == ["abort"]
+    assert told(receiver.opened("f", KEY, 16)) == ["abort"]
     assert told(receiver.peer_aborted("f", KEY)) == ["abort"]
     assert receiver.connection_lost("f") == []
     assert KEY in receiver
@@ -154,7 +154,7 @@ def test_a_second_attempt_is_not_touched_by_what_is_left_of_the_first() -> None:
     receiver.connection_called("f", CHUNK_TOKENS, 2)
     receiver.connection_open("f")
     receiver.announce(AGAIN, 16)
-    assert receiver.opened("f", AGAIN) == [Reserve(AGAIN)]
+    assert receiver.opened("f", AGAIN, 16) == [Reserve(AGAIN)]
     receiver.reserved(AGAIN, 8)
     assert [f.key for f in failures(receiver.landed(chunk, error="the pair was closed"))] == [KEY]
     (again,) = landings(receiver.offered("f", offer(0, 8, 16, key=AGAIN)))

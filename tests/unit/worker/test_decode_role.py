@@ -297,3 +297,86 @@ def test_the_known_output_of_one_sequence_is_computed_here_with_its_prompt() -> 
     assert phases == [generation_pb2.Heartbeat.PHASE_PREFILL, generation_pb2.Heartbeat.PHASE_DECODE]
     assert [run_step(role, token) for token in (71, 72)] == [[(0, 1)], [(0, 1)]]
     role.check_idle()
+
+
+# Fetches
+
+
+def fetching(around: Surroundings, num_tokens: int) -> None:
+    """The router has announced a fetch of the whole prompt, and the holder has so many tokens of it."""
+    around.role.admit(request(FIRST), expect_handoff=True, is_fetch=True)
+    connection: Any = Connection(around, "one")
+    around.connections["one"] = connection
+    around.role.connection_called(connection, handoff_pb2.ReceiverHello(chunk_tokens=8, num_slots=2))
+    around.role.connection_open(connection)
+    message = handoff_pb2.Open(key=FIRST.to_proto(), num_tokens=num_tokens)
+    around.role.on_message(connection, handoff_pb2.SenderMessage(open=message))
+
+
+def commit(around: Surroundings, num_chunks: int) -> None:
+    message = handoff_pb2.Commit(key=FIRST.to_proto(), num_chunks=num_chunks)
+    around.role.on_message(around.connections["one"], handoff_pb2.SenderMessage(commit=message))
+
+
+def test_what_a_fetch_brings_is_found_in_the_prefix_cache_and_nothing_decodes() -> None:
+    around = Surroundings()
+    fetching(around, 12)
+    assert around.reserved(FIRST) == [0] and around.blocks.num_held == 3, "for what comes, without head-room"
+    around.offer(FIRST, "one", 0, 0, 8)
+    around.offer(FIRST, "one", 1, 8, 12)
+    for chunk in around.landings:
+        around.landed(chunk, "", PEER_LOST)
+    assert around.blocks.num_cached == 0 and not around.heard
+    commit(around, 2)
+    (fetched,) = [event.fetched for event in around.heard]
+    assert (fetched.num_tokens, fetched.num_cached_tokens) == (12, 0)
+    assert around.blocks.num_held == 0 and len(around.blocks.match_prefix(PROMPT)) == 3
+    assert not around.role.has_work
+    around.role.check_idle()
+
+
+def test_of_a_fetch_only_that_comes_which_is_not_here_and_whole_blocks_of_it_are_kept() -> None:
+    around = Surroundings()
+    table = around.blocks.allocate(1)
+    around.blocks.publish(PROMPT[:4], table, b"", 4)
+    around.blocks.release(table)
+    fetching(around, 10)
+    assert around.reserved(FIRST) == [4]
+    around.offer(FIRST, "one", 0, 4, 10)
+    around.landed(around.landings[0], "", PEER_LOST)
+    commit(around, 1)
+    (fetched,) = [event.fetched for event in around.heard]
+    assert (fetched.num_tokens, fetched.num_cached_tokens) == (8, 4)
+
+
+def test_a_fetch_waits_for_no_block_and_takes_none_from_those_that_do() -> None:
+    around = Surroundings()
+    around.blocks.allocate(14)
+    fetching(around, 12)
+    (failed,) = [event.failed for event in around.heard]
+    assert failed.reason == worker_pb2.Failed.REASON_CAPACITY
+    assert around.blocks.num_held == 14 and FIRST not in around.role
+    assert [m.WhichOneof("message") for _, m in around.told] == ["abort"]
+
+    around = Surroundings()
+    held = around.blocks.allocate(13)
+    around.role.admit(request(SECOND), expect_handoff=True)
+    around.open(SECOND, "two")
+    assert around.reserved(SECOND) == []
+    fetching(around, 12)
+    assert [event.failed.reason for event in around.heard] == [worker_pb2.Failed.REASON_CAPACITY]
+    around.blocks.release(held)
+    around.role.plan(StepBudget(100))
+    assert around.reserved(SECOND) == [0]
+
+
+def test_a_fetch_that_fails_leaves_what_has_landed() -> None:
+    around = Surroundings()
+    fetching(around, 12)
+    around.offer(FIRST, "one", 0, 0, 8)
+    around.landed(around.landings[0], "", PEER_LOST)
+    around.retire("one")
+    (failed,) = [event.failed for event in around.heard]
+    assert (failed.reason, failed.num_kept_tokens) == (PEER_LOST, 8)
+    assert around.blocks.num_held == 0 and len(around.blocks.match_prefix(PROMPT)) == 2
+    around.role.check_idle()

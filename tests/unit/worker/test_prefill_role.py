@@ -282,3 +282,61 @@ def test_a_lost_link_says_how_much_of_the_prompt_another_attempt_finds_here() ->
         connection_lost(around)
         failed = around.heard[-1].failed
         assert (failed.reason, failed.num_kept_tokens) == (worker_pb2.Failed.REASON_PEER_LOST, kept)
+
+
+# Fetches
+
+
+def cached(around: Surroundings, num_tokens: int, salt: bytes = b"") -> None:
+    """The prefix cache has the beginning of the prompt."""
+    table = around.blocks.allocate(num_tokens // 4)
+    around.blocks.publish(PROMPT[:num_tokens], table, salt, num_tokens)
+    around.blocks.release(table)
+
+
+def fetch(around: Surroundings, num_tokens: int = 16, **more: Any) -> None:
+    around.open_request(KEY, lambda events: None)
+    around.role.connection_open(around.connection)
+    around.role.admit_fetch(Request(KEY, PROMPT[:num_tokens], SamplingParams(), **more), around.connection, 7)
+
+
+def reserved(around: Surroundings, num_cached_tokens: int = 0) -> None:
+    told = handoff_pb2.Reserved(key=KEY.to_proto(), num_cached_tokens=num_cached_tokens)
+    around.role.on_message(around.connection, handoff_pb2.ReceiverMessage(reserved=told))
+
+
+def test_a_fetch_hands_over_what_the_prefix_cache_has_and_computes_nothing() -> None:
+    around = Surroundings()
+    cached(around, 12)
+    fetch(around)
+    assert [m.open.num_tokens for m in around.told if m.HasField("open")] == [12], "the last 4 tokens are not here"
+    assert around.blocks.num_held == 3, "it cannot be evicted while it is handed over"
+    reserved(around, num_cached_tokens=4)
+    assert not around.role.has_work and around.role.num_waiting == 0
+    ((gather, after_step),) = around.gathers
+    assert (gather.range.token_start, gather.range.token_end, after_step) == (4, 12, 7)
+    around.gathered()
+    (commit,) = [m.commit for m in around.told if m.HasField("commit")]
+    assert (commit.num_chunks, len(commit.first_tokens)) == (1, 0)
+    assert around.blocks.num_held == 0 and around.blocks.num_cached == 3
+    assert not around.heard and around.num_requests == 0
+
+
+@pytest.mark.parametrize("salt", [b"", b"of another tenant"])
+def test_a_fetch_of_what_was_evicted_or_is_another_tenants_fails_at_once(salt: bytes) -> None:
+    around = Surroundings()
+    if salt:
+        cached(around, 12, salt)
+    fetch(around)
+    (failed,) = [event.failed for event in around.heard]
+    assert failed.reason == worker_pb2.Failed.REASON_CAPACITY
+    assert not around.told and around.num_requests == 0 and around.blocks.num_held == 0
+
+
+@pytest.mark.parametrize("give_up", [lambda around: around.role.cancel(KEY, "late"), aborted_by_peer, connection_lost])
+def test_a_fetch_that_is_given_up_lets_go_of_what_it_claimed(give_up: Callable[[Surroundings], None]) -> None:
+    around = Surroundings()
+    cached(around, 12)
+    fetch(around)
+    give_up(around)
+    assert around.blocks.num_held == 0 and around.blocks.num_cached == 3 and around.num_requests == 0
