@@ -7,7 +7,7 @@ from typing import Any, Final, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
-from router.openai.answers import Count, closed
+from router.openai.answers import Count, TimingAnswer, closed
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "refusal", "model_context_window_exceeded"]
 
@@ -31,6 +31,8 @@ class FailureAnswer(TypedDict):
     type: Literal["error"]
     error: FailureDetail
     request_id: str
+    timing: NotRequired[TimingAnswer]
+    """Of a request that asks for it and has been taken in."""
 
 
 class TextAnswerBlock(TypedDict):
@@ -96,6 +98,8 @@ class MessageAnswer(MessageEnding):
     content: list[AnswerBlock]
     usage: MessageUsage
     diagnostics: None
+    timing: NotRequired[TimingAnswer]
+    """Of an answer that is not streamed and asks for it."""
 
 
 @closed
@@ -162,6 +166,8 @@ class MessageDelta(TypedDict):
 @closed
 class MessageStop(TypedDict):
     type: Literal["message_stop"]
+    timing: NotRequired[TimingAnswer]
+    """Of a stream that asks for it."""
 
 
 @closed

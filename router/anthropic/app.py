@@ -15,6 +15,7 @@ from router.anthropic.events import MessageEvents, MessageForm, MessagePosition
 from router.anthropic.specs import count_request, message_spec
 from router.api.call import Call
 from router.api.model_service import ModelService
+from router.openai.errors import timing_headers
 from router.openai.generating import Generate, GenerateStream, StreamedAnswer, resumption, together, unknown_event
 from router.openai.http import GENERATES, HAS_BODY, NEEDS_KEY, Answer, Operation, Reception, parse
 
@@ -93,7 +94,8 @@ class MessageRoutes:
         call = self._reception.call(request)  # the key may have been revoked meanwhile
         if not body.stream:
             (answer,) = await together([self._generate(pb.GenerateRequest(spec=spec), call)], request.receive)
-            return JSONResponse(form.whole(answer))
+            message = form.whole(answer)
+            return JSONResponse(message, headers=timing_headers(message.get("timing", {})))
         resumed = None if last is None else MessagePosition.parse(last)
         if last is not None and resumed is None:
             raise unknown_event(last)

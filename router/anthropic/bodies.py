@@ -208,3 +208,5 @@ class MessagesBody(CountBody):
     diagnostics: Any = None
     thread: Any = None
     """Refused in a way that clients know: they go on without."""
+    timing: bool = False
+    """Baton's own: the answer, or its error, tells why it ran where it did and how long it took."""

@@ -52,6 +52,8 @@ def told(failure: HttpFailure, request_id: str) -> HttpFailure:
     if code == NO_THREADS:
         detail["details"] = {"error_code": NO_THREADS}
     body: FailureAnswer = {"type": "error", "error": detail, "request_id": request_id}
+    if "timing" in failure.body:
+        body["timing"], said.timing_headers = failure.body["timing"], failure.timing_headers
     said.body = dict(body)
     return said
 

@@ -36,7 +36,7 @@ from router.anthropic.errors import NAMES, told
 from router.anthropic.specs import has_cache_marks, tool_use_id
 from router.api.call import parts_of
 from router.openai.completions import GENERATION_ID, joined_calls
-from router.openai.errors import HttpFailure, failure_of
+from router.openai.errors import HttpFailure, failure_of, timing_of
 
 _REASONS: dict[int, StopReason] = {
     pb.FINISH_REASON_LENGTH: "max_tokens",
@@ -64,6 +64,8 @@ class MessageForm:
         (end,), message = answer.ends, self.begun(answer, answer.usage)
         message["content"] = self._blocks(answer, message["id"])
         message["usage"] = {**message["usage"], **self.usage(answer.usage)}
+        if answer.HasField("timing"):
+            message["timing"] = timing_of(answer.timing)
         return {**message, **self.ending(end)}
 
     def _blocks(self, answer: pb.GenerateResponse, signature: str) -> list[AnswerBlock]:
@@ -199,7 +201,8 @@ class MessageEvents:
                     self._at.has_ended = True
                     usage = self._form.usage(event.completed.usage)
                     yield {"type": "message_delta", "delta": self._form.ending(self._end), "usage": usage}
-                yield {"type": "message_stop"}
+                timing = event.completed.timing if event.completed.HasField("timing") else None
+                yield {"type": "message_stop", **({} if timing is None else {"timing": timing_of(timing)})}
 
     def end(self) -> Iterable[Mapping[str, Any]]:
         return ()

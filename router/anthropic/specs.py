@@ -66,6 +66,7 @@ def message_spec(body: MessagesBody, request_id: str) -> pb.GenerationSpec:
     set_whole(stopping, "max_output_tokens", "max_tokens", body.max_tokens, UINT32, wrong)
     stopping.clip_to_context = True
     stopping.stop.extend(body.stop_sequences or ())
+    spec.output.include_timing = body.timing
     form = body.output_config.format if body.output_config is not None else None
     form = form or body.output_format
     if form is not None:

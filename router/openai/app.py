@@ -16,7 +16,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from cluster.errors import BatonError
 from cluster.pb import admin_pb2
 from cluster.pb import generation_pb2 as pb
 from cluster.site import OwnSite
@@ -36,7 +35,7 @@ from router.openai.answers import (
     VersionAnswer,
 )
 from router.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from router.openai.completions import timing_headers
+from router.openai.errors import timing_headers
 from router.openai.generating import (
     BodyKind,
     CompletionCall,
@@ -166,10 +165,7 @@ class OpenAiApp:
         call = self._reception.call(request)  # the key may have been revoked meanwhile
         if wanted.body.stream:
             return StreamedAnswer(wanted.specs, CompletionEvents(wanted), self._generate_stream, call, request_id)
-        try:
-            answer = await wanted.whole(self._generate_one, call, request.receive)
-        except BatonError as error:
-            raise wanted.failure(error) from error
+        answer = await wanted.whole(self._generate_one, call, request.receive)
         return JSONResponse(answer, headers=timing_headers(answer.get("timing", {})))
 
     async def _list_models(self, request: Request) -> Response:

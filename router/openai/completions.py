@@ -33,6 +33,7 @@ from router.openai.answers import (
     ToolCallPiece,
 )
 from router.openai.bodies import ChatBody, CompletionBody
+from router.openai.errors import timing_of
 from router.openai.logprobs import TokenBytes, chat_logprobs, prompt_logprobs, text_logprobs, text_of
 
 _FINISH_REASONS: dict[int, FinishReason] = {
@@ -277,24 +278,6 @@ class Chunks:
         if named is not None:
             self._at(index).num_characters += sum(map(len, named["tokens"]))
         return {"index": index, "text": text, "logprobs": named, "finish_reason": None}
-
-
-def timing_of(timing: pb.Timing) -> TimingAnswer:
-    durations = timing.queue, timing.prefill, timing.kv_transfer, timing.time_to_first_token, timing.decode
-    queue, prefill, transfer, first, decode = (round(each.ToNanoseconds() / 1e6, 3) for each in durations)
-    return {
-        "placement": timing.placement,
-        "migrations": timing.migrations,
-        "queue_ms": queue,
-        "prefill_ms": prefill,
-        "kv_transfer_ms": transfer,
-        "time_to_first_token_ms": first,
-        "decode_ms": decode,
-    }
-
-
-def timing_headers(timing: TimingAnswer) -> dict[str, str]:
-    return {f"x-baton-{name.replace('_', '-')}": str(value) for name, value in timing.items()}
 
 
 def message_of(text: str, deltas: Sequence[pb.SequenceDelta]) -> ChatMessage:

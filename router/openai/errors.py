@@ -15,6 +15,8 @@ from types import MappingProxyType
 from typing import Any
 
 from cluster.errors import BatonError
+from cluster.pb import generation_pb2 as pb
+from router.openai.answers import TimingAnswer
 
 _STATUS = {
     "INVALID_ARGUMENT": 400,
@@ -91,12 +93,34 @@ class HttpFailure(Exception):
 
 def failure_of(error: BatonError, names: Mapping[str, str] = MappingProxyType({})) -> HttpFailure:
     """`names`: this client's names for fields of the .proto (the last part of their path), where they are not the
-    usual."""
+    usual. The timing is told where the request asked for it."""
     status = _STATUS[error.grpc_code]
     is_named = error.violations and error.grpc_code != "RESOURCE_EXHAUSTED"
     param = rename(error.violations[0].field, names) if is_named else None
     code = "model_not_found" if (status, param) == (404, "model") else _CODE.get(error.grpc_code, error.reason.lower())
-    return HttpFailure(status, code, rename(error.message, names), param, error.retry_after_s)
+    failure = HttpFailure(status, code, rename(error.message, names), param, error.retry_after_s)
+    if error.timing is not None:
+        failure.body["timing"] = timing = timing_of(error.timing)
+        failure.timing_headers = timing_headers(timing)
+    return failure
+
+
+def timing_of(timing: pb.Timing) -> TimingAnswer:
+    durations = timing.queue, timing.prefill, timing.kv_transfer, timing.time_to_first_token, timing.decode
+    queue, prefill, transfer, first, decode = (round(each.ToNanoseconds() / 1e6, 3) for each in durations)
+    return {
+        "placement": timing.placement,
+        "migrations": timing.migrations,
+        "queue_ms": queue,
+        "prefill_ms": prefill,
+        "kv_transfer_ms": transfer,
+        "time_to_first_token_ms": first,
+        "decode_ms": decode,
+    }
+
+
+def timing_headers(timing: Mapping[str, object]) -> dict[str, str]:
+    return {f"x-baton-{name.replace('_', '-')}": str(value) for name, value in timing.items()}
 
 
 def rename(text: str, names: Mapping[str, str] = MappingProxyType({})) -> str:

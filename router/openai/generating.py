@@ -27,7 +27,7 @@ from router.batches.lines import Line, LineResult
 from router.batches.store import Batch
 from router.openai import specs
 from router.openai.bodies import ChatBody, CompletionBody
-from router.openai.completions import ChoicePosition, Chunks, Form, StreamPosition, timing_headers, timing_of
+from router.openai.completions import ChoicePosition, Chunks, Form, StreamPosition
 from router.openai.errors import LAST_EVENT, RESUME, RESUME_NAMES, HttpFailure, failure_of
 from router.openai.http import checked, failed, id_headers, log, too_large
 from router.openai.logprobs import TokenBytes
@@ -91,12 +91,8 @@ class CompletionCall:
         return replace(self, names=names, form=form, may_resume=True, resumed=position)
 
     def failure(self, error: BatonError) -> HttpFailure:
-        """As its client is told, with the timing that it asks for."""
-        failure = failure_of(error, self.names)
-        if error.timing is not None:
-            timing = timing_of(error.timing)
-            failure.body["timing"], failure.timing_headers = timing, timing_headers(timing)
-        return failure
+        """As its client is told."""
+        return failure_of(error, self.names)
 
     async def whole(self, generate: Generate, call: Call, receive: Receive | None = None) -> dict[str, Any]:
         """Raises ClientDisconnect when `receive` says so."""

@@ -11,7 +11,7 @@ from typing import Any, Literal, NotRequired, TypeAlias
 
 from typing_extensions import TypedDict  # pydantic does not take typing's before Python 3.12
 
-from router.openai.answers import ChatToken, Count, ReasoningTokens, closed
+from router.openai.answers import ChatToken, Count, ReasoningTokens, TimingAnswer, closed
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
@@ -118,6 +118,8 @@ class ResponseAnswer(TypedDict):
     usage: ResponseUsage | None
     user: str | None
     metadata: dict[str, str]
+    timing: NotRequired[TimingAnswer]
+    """Of one that asks for it and is over."""
 
 
 @closed

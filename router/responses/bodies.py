@@ -165,6 +165,8 @@ class ResponseBody(Body):
     session_id: str | None = None
     thinking_token_budget: int | None = Field(default=None, ge=0, le=2**31 - 1)
     chat_template_kwargs: dict[str, Any] | None = None
+    timing: bool = False
+    """Baton's own: the response, or its error, tells why it ran where it did and how long it took."""
 
 
 AS_IN_CHATS = (
@@ -183,6 +185,7 @@ AS_IN_CHATS = (
     "priority",
     "thinking_token_budget",
     "chat_template_kwargs",
+    "timing",
 )
 """Fields that mean what they mean in a chat's body."""
 

@@ -23,7 +23,7 @@ from typing import Any, Literal, cast
 from cluster.pb import generation_pb2 as pb
 from router.api.call import parts_of
 from router.openai.answers import ChatToken
-from router.openai.errors import HttpFailure
+from router.openai.errors import HttpFailure, timing_of
 from router.responses.answers import (
     CallItem,
     Event,
@@ -160,7 +160,7 @@ class ResponseEvents:
             case "sequence_end":
                 self._end = event.sequence_end.finish_reason
             case "completed":
-                self._complete(event.completed.usage)
+                self._complete(event.completed)
         return self._taken()
 
     def whole(self, found: pb.GenerateResponse) -> ResponseAnswer:
@@ -169,7 +169,7 @@ class ResponseEvents:
             self._read(delta)
         for end in found.ends:
             self._end = end.finish_reason
-        self._complete(found.usage)
+        self._complete(found)
         return self.answer
 
     def fail(self, failure: HttpFailure) -> Event:
@@ -179,6 +179,8 @@ class ResponseEvents:
             answer["output"].append(item.item("incomplete"))
         code: Any = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(failure.status, "server_error")
         answer["error"] = cast("ResponseFailure", {"code": code, "message": failure.body["error"]["message"]})
+        if "timing" in failure.body:
+            answer["timing"] = failure.body["timing"]
         self._tell_response("response.failed", "failed")
         return self._taken()[-1]
 
@@ -264,7 +266,7 @@ class ResponseEvents:
         self.answer["output"].append(done)
         self._tell("response.output_item.done", output_index=item.index, item=done)
 
-    def _complete(self, usage: pb.Usage) -> None:
+    def _complete(self, over: pb.Completed | pb.GenerateResponse) -> None:
         self._told = ToldEvents()  # an end is not told twice
         reason = _INCOMPLETE.get(self._end)
         if self._open is None and not self.answer["output"]:
@@ -273,7 +275,9 @@ class ResponseEvents:
             self._open = None
         self._close("completed" if reason is None else "incomplete")
         answer = self.answer
-        answer["usage"] = _usage(usage)
+        answer["usage"] = _usage(over.usage)
+        if over.HasField("timing"):
+            answer["timing"] = timing_of(over.timing)
         if reason is None:
             answer["completed_at"] = int(time.time())
             self._tell_response("response.completed", "completed")

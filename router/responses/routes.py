@@ -16,7 +16,7 @@ from cluster.pb import generation_pb2 as pb
 from cluster.state import StoreAway
 from router.api.call import Call, ClientStalled
 from router.api.violations import invalid
-from router.openai.errors import HttpFailure, failure_of
+from router.openai.errors import HttpFailure, failure_of, timing_headers
 from router.openai.files import page_answer
 from router.openai.generating import CompletionEvents, Generate, GenerateStream, StreamedAnswer, run_last, together
 from router.openai.http import (
@@ -114,7 +114,8 @@ class ResponseRoutes:
             return self._streamed(answer["id"], 0, call, request_id) if body.stream else JSONResponse(answer)
         if body.stream:
             return self._generated(wanted, call, request_id)
-        return JSONResponse(await self._whole(wanted, call, request.receive))
+        answer = await self._whole(wanted, call, request.receive)
+        return JSONResponse(answer, headers=timing_headers(answer.get("timing", {})))
 
     async def answer_line(self, found: dict[str, Any], call: Call, request_id: str) -> ResponseAnswer:
         """Answers the body of a batch's line. It is kept only if it says so: thousands would push out what the tenant

@@ -8,17 +8,15 @@ import re
 from pathlib import Path
 from typing import Any
 
-import grpc
 import openai
 import pytest
-from fake_worker import PREFILL, STOP, FakeWorker, failed, pair, phase, tokens
+from fake_worker import PREFILL, STOP, FakeWorker, pair, phase, tokens
 from http_door import chat, sdk, serving
-from router_harness import MAX_MODEL_LEN, ids, text_spec
+from router_harness import MAX_MODEL_LEN, ids
 
 from cluster.api_keys import ApiKey, digest_of, render_keys
 from cluster.pb import generation_pb2 as pb
 from cluster.pb import worker_pb2
-from cluster.rpc import DETAILS_KEY
 from router.openai.bodies import IGNORED, ChatBody, CompletionBody
 
 pytestmark = pytest.mark.asyncio
@@ -327,47 +325,6 @@ async def test_the_docs_name_every_field_that_is_taken(kind: type[CompletionBody
     assert set(re.findall(r"`([a-z_]+)`", taken)) >= set(kind.model_fields)
     without_effect = taken.partition("without effect:")[2].partition("\n\n")[0]
     assert set(re.findall(r"`([a-z_]+)`", without_effect)) == set(IGNORED)
-
-
-async def test_the_timing_that_is_asked_for_is_told(tmp_path: Path) -> None:
-    async with serving(tmp_path, pair(lambda _: [ids("world!")])) as (_, http):
-        whole = await http.post("/v1/completions", json={"model": "model", "prompt": "hello", "timing": True})
-        stream = await http.post("/v1/chat/completions", json=chat(timing=True, stream=True))
-    told = whole.json()["timing"]
-    assert told["placement"] and told["time_to_first_token_ms"] >= told["queue_ms"] >= 0
-    assert whole.headers["x-baton-placement"] == told["placement"]
-    *chunks, last = [json.loads(line[6:]) for line in stream.text.split("\n\n") if line.startswith("data: {")]
-    assert last["choices"] == [] and last["timing"]["placement"] and not any("timing" in chunk for chunk in chunks)
-
-
-async def test_a_request_that_fails_tells_its_timing_too(tmp_path: Path) -> None:
-    prefill, decode = pair()
-    num_told = 0
-
-    def answer(worker: FakeWorker, admit: worker_pb2.Admit) -> None:
-        told = [tokens(admit.key, 0, ids("a"))] * num_told
-        worker.emit(phase(admit.key, PREFILL), *told, failed(admit.key, worker_pb2.Failed.REASON_INVALID))
-
-    prefill.script = answer
-    body: dict[str, Any] = {"model": "model", "prompt": "hello", "timing": True, "max_tokens": 4}
-    async with serving(tmp_path, (prefill, decode)) as (router, http):
-        whole = await http.post("/v1/completions", json=body)
-        early = await http.post("/v1/completions", json=body | {"stream": True})
-        plain = await http.post("/v1/completions", json=body | {"timing": False})
-        with pytest.raises(grpc.aio.AioRpcError) as refusal:
-            spec = text_spec("hello", output=pb.OutputOptions(include_timing=True))
-            await router.generation.Generate(pb.GenerateRequest(spec=spec))
-        num_told = 1
-        late = await http.post("/v1/completions", json=body | {"stream": True})
-    for answered in (whole, early):
-        told = answered.json()["timing"]
-        assert answered.status_code == 400 and told["placement"] and told["queue_ms"] >= 0
-        assert answered.headers["x-baton-placement"] == told["placement"]
-    assert "timing" not in plain.json() and "x-baton-placement" not in plain.headers
-    last = json.loads(late.text.split("\n\n")[-2].removeprefix("data: "))
-    assert last["error"]["code"] == "invalid_request" and last["timing"]["time_to_first_token_ms"] > 0
-    trailers: Any = refusal.value.trailing_metadata()
-    assert [b"baton.v1.Timing" in value for name, value in trailers if name == DETAILS_KEY] == [True]
 
 
 @pytest.mark.parametrize("prompt", ["hé", [ids("h")[0], *ids("é")]])
