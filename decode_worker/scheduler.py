@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Sequence as Seq
+from itertools import chain
 
 from engine.kv.block_manager import BlockManager
 from engine.sequence import (
@@ -19,6 +20,7 @@ from engine.sequence import (
     cover_blocks,
     num_missing,
     release_blocks,
+    take_arrived,
 )
 from engine.step_budget import StepBudget
 
@@ -36,6 +38,8 @@ class DecodeScheduler:
         self._blocks = blocks
         self._max_num_seqs = max_num_seqs
         self._waiting: list[Sequence] = []
+        self._loading: list[Sequence] = []
+        """Those whose cached blocks are on their way to the pool."""
         self._running: list[Sequence] = []
         self._copies: BlockCopies = []
         self.num_reserved_seqs = 0
@@ -44,7 +48,7 @@ class DecodeScheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._loading)
 
     @property
     def num_running(self) -> int:
@@ -53,7 +57,7 @@ class DecodeScheduler:
     @property
     def has_work(self) -> bool:
         """Whether there is anything to plan: sequences, or page copies of those that have ended."""
-        return bool(self._running or self._waiting or self._copies)
+        return bool(self._running or self._waiting or self._loading or self._copies)
 
     @property
     def running(self) -> Seq[Sequence]:
@@ -76,18 +80,26 @@ class DecodeScheduler:
         """Takes a sequence out in any state and returns its blocks."""
         if sequence in self._running:
             self._running.remove(sequence)
+        elif sequence in self._loading:
+            self._loading.remove(sequence)
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
         release_blocks(sequence, self._blocks)
 
     def admit(self) -> list[Sequence]:
-        """Moves waiting sequences into the batch while places and blocks last; returns those moved."""
-        started: list[Sequence] = []
+        """Moves waiting sequences into the batch while places and blocks last, each once its cached blocks are there;
+        returns those moved."""
+        started, lost = take_arrived(self._loading, self._blocks)
+        for sequence in lost:
+            self.add(sequence)
         while self._waiting and self._num_places(self._waiting[0].fan_out) <= self._max_num_seqs:
             if not claim_blocks(self._waiting[0], self._blocks):
                 break
-            started.append(self._waiting.pop(0))
-            self.join(started[-1])
+            sequence = self._waiting.pop(0)
+            is_there = self._blocks.have_arrived(sequence.block_table) is not None
+            (started if is_there else self._loading).append(sequence)
+        for sequence in started:
+            self.join(sequence)
         return started
 
     def most_blocks_due(self) -> int:
@@ -154,7 +166,7 @@ class DecodeScheduler:
         self._copies.append((source, target))
 
     def _num_places(self, more: int) -> int:
-        return sum(s.fan_out for s in self._running) + self.num_reserved_seqs + more
+        return sum(s.fan_out for s in chain(self._running, self._loading)) + self.num_reserved_seqs + more
 
     def _make_room(self) -> list[Sequence]:
         """Gives each running sequence the blocks of its tokens; returns who was preempted for them."""

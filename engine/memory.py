@@ -118,6 +118,8 @@ class MemoryDemand:
     max_num_batched_tokens: int
     memory_utilization: float
     """Share of the free memory that may be taken."""
+    kv_host_bytes: int = 0
+    """Host memory of all ranks together for KV that the pool evicts."""
 
     @property
     def device(self) -> str:
@@ -199,6 +201,8 @@ class MemoryPlan:
     """The source of the pool's size: `kv_cache_tokens`, `memory`, or `requests` (of max_model_len, on a CPU)."""
     max_model_len: int
     groups: tuple[KvGroup, ...]
+    num_host_blocks: int = 0
+    """Blocks that are kept in host memory when the pool evicts them."""
 
     @property
     def num_tokens(self) -> int:
@@ -207,19 +211,20 @@ class MemoryPlan:
 
     @property
     def pool_bytes(self) -> int:
-        return self.num_blocks * self._block_bytes
+        return self.num_blocks * self.block_bytes
 
     @property
     def tokens_that_fit(self) -> int:
         """Whole blocks of them in what is left, whatever the pool takes of it."""
-        return self._tokens_in(max(0, self.left_bytes // self._block_bytes))
+        return self._tokens_in(max(0, self.left_bytes // self.block_bytes))
 
     def num_requests(self, num_tokens: int) -> int:
         """Requests of so many tokens, prompt and output together, that the pool holds at a time."""
         return self.num_blocks // most_blocks(self.groups, num_tokens, self.block_size)
 
     @property
-    def _block_bytes(self) -> int:
+    def block_bytes(self) -> int:
+        """Of one rank."""
         return self.kv_bytes_per_token * self.block_size // len(self.groups)
 
     def _tokens_in(self, num_blocks: int) -> int:
@@ -255,7 +260,19 @@ def plan_memory(demand: MemoryDemand, *, free_bytes: int, activations: Activatio
         decided_by=decided_by,
         max_model_len=demand.max_model_len,
         groups=demand.config.kv_groups,
+        num_host_blocks=_num_host_blocks(demand),
     )
+
+
+def _num_host_blocks(demand: MemoryDemand) -> int:
+    """Raises ConfigError for host memory that is not there, or too little for one block."""
+    wanted, each = demand.kv_host_bytes, demand.block_bytes * demand.tp_size
+    free = free_memory_bytes()
+    if wanted > free:
+        raise ConfigError(f"kv_host_bytes: {wanted} bytes, and this machine has {free} free; set it to less, or to 0")
+    if 0 < wanted < each:
+        raise ConfigError(f"kv_host_bytes: {wanted} bytes hold no KV block of {each} bytes; set at least that, or 0")
+    return wanted // each
 
 
 def _too_large(demand: MemoryDemand, budget: int) -> str:

@@ -195,9 +195,9 @@ class Sequence:
 def claim_blocks(sequence: Sequence, blocks: BlockManager, *, is_landing: bool = False) -> bool:
     """Gives a sequence blocks for all its tokens, prefix cache first. False, and nothing held, when they do not fit.
 
-    Of a window those for its next tokens (`cover_blocks` gives it more as it goes on), or where the KV `is_landing`,
-    computed elsewhere, those for what the token behind it sees. A prompt that must be scored is computed from its
-    beginning: cached tokens have no logits.
+    Cached ones may still be arriving (`have_arrived`). Of a window those for its next tokens (`cover_blocks` gives it
+    more as it goes on), or where the KV `is_landing`, computed elsewhere, those for what the token behind it sees. A
+    prompt that must be scored is computed from its beginning: cached tokens have no logits.
     """
     num_tokens, size = sequence.num_tokens, blocks.block_size
     request = sequence.request
@@ -223,6 +223,23 @@ def claim_blocks(sequence: Sequence, blocks: BlockManager, *, is_landing: bool =
     sequence.num_computed_tokens = sequence.num_cached_tokens = num_cached
     blocks.fill(sequence.block_table, end, spans)
     return True
+
+
+def take_arrived(loading: list[Sequence], blocks: BlockManager) -> tuple[list[Sequence], list[Sequence]]:
+    """Takes out of `loading` the sequences that wait for no cached block any more; returns those that have all of them,
+    and those that have lost some, which hold nothing then and are to claim blocks anew."""
+    arrived: list[Sequence] = []
+    lost: list[Sequence] = []
+    for sequence in loading:
+        num_found = sequence.num_cached_tokens // blocks.block_size * len(blocks.groups)
+        have_arrived = blocks.have_arrived(sequence.block_table[:num_found])
+        if have_arrived is not None:
+            (arrived if have_arrived else lost).append(sequence)
+    for sequence in arrived + lost:
+        loading.remove(sequence)
+    for sequence in lost:
+        release_blocks(sequence, blocks)
+    return arrived, lost
 
 
 def cover_blocks(sequence: Sequence, blocks: BlockManager) -> int:

@@ -46,6 +46,7 @@ from kv_transfer.page_lists import PageListCodec
 from kv_transfer.rank_pair import RankPair, RouteEnd
 from kv_transfer.shares import RouteTokens
 from kv_transfer.states import StateHeads
+from kv_transfer.tier_copies import TierCopies
 from kv_transfer.timed_wire import TimedWire
 from kv_transfer.transports.interface import Meeting, PoolMemory, StoreClients, TransferWork
 from kv_transfer.transports.selection import make_pair
@@ -92,10 +93,11 @@ class TransferEngine:
         pool_kernel: pages.PoolKernel | None = None,
         memory: PoolMemory | None = None,
         wire: TimedWire | None = None,
+        num_tier_slots: int = 0,
     ) -> None:
         """`host` is this machine's address as the peers see it; `digest` is `on`, `sampled` or `off`; `page_kernel`
         copies pages where torch would, `pool_kernel` those of another pool. `memory`: what `kv` lies in, if others can
-        map it. `wire` holds chunks back that arrive.
+        map it. `wire` holds chunks back that arrive. `num_tier_slots`: of blocks in host memory.
 
         `compute_stream` writes and reads the pages; None: the device's default. Raises ValueError.
         """
@@ -117,6 +119,7 @@ class TransferEngine:
         is_default = kv.is_cuda and compute_stream is None
         compute: Any = torch.cuda.default_stream(kv.device) if is_default else compute_stream
         self._streams = CopyStreams(kv.device, compute)
+        self.tier = TierCopies(kv, num_tier_slots, self._streams, page_kernel) if num_tier_slots else None
         self._lock = threading.Lock()
         self._pairs: dict[str, RankPair] = {}
         self._ending: set[RankPair] = set()  # whose slots may be in quarantine

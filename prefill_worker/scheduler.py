@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 
 from engine.kv.block_manager import BlockManager
-from engine.sequence import ScheduledSequence, Sequence, claim_blocks, cover_blocks
+from engine.sequence import ScheduledSequence, Sequence, claim_blocks, cover_blocks, take_arrived
 from engine.step_budget import StepBudget
 
 
@@ -20,11 +20,13 @@ class PrefillScheduler:
     def __init__(self, blocks: BlockManager) -> None:
         self._blocks = blocks
         self._waiting: deque[Sequence] = deque()
+        self._loading: list[Sequence] = []
+        """Those whose cached blocks are on their way to the pool."""
         self._running: list[Sequence] = []
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._loading)
 
     @property
     def num_running(self) -> int:
@@ -41,14 +43,21 @@ class PrefillScheduler:
         """Takes a sequence out, whether it waits, runs or has ended; its blocks stay with it."""
         if sequence in self._running:
             self._running.remove(sequence)
+        elif sequence in self._loading:
+            self._loading.remove(sequence)
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
 
     def admit(self) -> list[Sequence]:
-        """Starts waiting prompts while their blocks fit; returns those that started."""
-        started: list[Sequence] = []
-        while self._waiting and claim_blocks(self._waiting[0], self._blocks):
-            started.append(self._waiting.popleft())
+        """Starts waiting prompts while their blocks fit, each once its cached blocks are there; returns those that
+        started."""
+        blocks = self._blocks
+        started, lost = take_arrived(self._loading, blocks)
+        self._waiting.extendleft(reversed(lost))
+        while self._waiting and claim_blocks(self._waiting[0], blocks):
+            sequence = self._waiting.popleft()
+            is_there = blocks.have_arrived(sequence.block_table) is not None
+            (started if is_there else self._loading).append(sequence)
         self._running += started
         return started
 

@@ -18,6 +18,7 @@ from cluster.pb import worker_pb2
 from cluster.settings import WorkerSettings
 from cluster.step_cost import StepCost
 from engine.kv.block_manager import BlockManager
+from engine.kv.tiered_blocks import TieredBlocks
 from engine.sampling.constraint import Constrainer
 from engine.sequence import Request
 from engine.token_hash import obstacle
@@ -29,6 +30,7 @@ from worker.prefill_role import PrefillRole
 from worker.reporter import CacheReporter, Reporter, RouterSession
 from worker.step_pipeline import Ranks, StepPipeline
 from worker.steps import StepLog
+from worker.tier_moves import TierMoves
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +131,13 @@ class Core:
             fail=self._fail,
             overlaps=overlaps,
         )
+        self.tier = None if not isinstance(blocks, TieredBlocks) else self._tier_of(blocks, handoff_context)
+
+    def _tier_of(self, blocks: TieredBlocks, context: HandoffContext) -> TierMoves:
+        steps = self._steps
+        return TierMoves(
+            blocks, context.issue, self._clock, num_ended_steps=lambda: steps.num_ended, cost=lambda: steps.cost
+        )
 
     # The loop
 
@@ -146,6 +155,8 @@ class Core:
         """
         self.inbox.run(wait)
         has_ended = self._steps.advance(self._settings)
+        if self.tier is not None:
+            self.tier.issue()
         self._flush(is_idle=not has_ended)
         return has_ended
 

@@ -103,7 +103,7 @@ def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> Load
     )
     plan = size_pool(resolved.demand, runner, tp)
     memory = make_pool(resolved.transports, runner.device, partial(runner.make_pool, plan.num_blocks))
-    transfer_engine = make_transfer_engine(resolved, runner.kv, memory)
+    transfer_engine = make_transfer_engine(resolved, runner.kv, plan, memory)
     transfer_engine.warm_up()
     if settings.tp_rank == 0:
         sampler.warm_up(runner.device)
@@ -141,7 +141,7 @@ def _experts_line(experts: ExpertsConfig | None, rebalance_tokens: int) -> tuple
 
 
 def make_transfer_engine(
-    resolved: Resolved, kv: torch.Tensor, memory: PoolMemory | None, wire: TimedWire | None = None
+    resolved: Resolved, kv: torch.Tensor, plan: MemoryPlan, memory: PoolMemory | None, wire: TimedWire | None = None
 ) -> TransferEngine:
     """The transfers of a rank with this KV pool, in memory that others can map if there is any."""
     settings = resolved.settings
@@ -157,6 +157,7 @@ def make_transfer_engine(
         pool_kernel=choose_pool_copies(settings.engine.kernels, kv.device),
         memory=memory,
         wire=wire,
+        num_tier_slots=plan.num_host_blocks,
     )
 
 
@@ -264,6 +265,7 @@ def memory_line(plan: MemoryPlan) -> str:
         f"activations {format_bytes(plan.activation_bytes)} ({how}), KV pool {format_bytes(plan.pool_bytes)}, "
         f"of {format_bytes(plan.budget_bytes)}; KV pool: {plan.num_blocks} blocks of {plan.block_size} tokens, "
         f"{plan.kv_bytes_per_token} bytes a token{bounded}"
+        f"; {plan.num_host_blocks} more in host memory, {format_bytes(plan.num_host_blocks * plan.block_bytes)}"
     )
 
 

@@ -31,6 +31,7 @@ from cluster.settings import WorkerSettings
 from cluster.text import ROLE_NUMBERS
 from cluster.tls import internal_tls_of
 from engine.kv.block_manager import BlockManager
+from engine.kv.tiered_blocks import TieredBlocks
 from engine.memory import MemoryPlan
 from engine.sampling.constraint import Constrainer
 from engine.step_input import StepInput
@@ -237,7 +238,7 @@ class Leader(_Rank):
         return Core(
             inbox,
             ranks,
-            BlockManager(plan.num_blocks, plan.block_size, settings.engine.enable_prefix_cache, config.kv_groups),
+            _make_blocks(plan, settings.engine.enable_prefix_cache),
             context,
             dial,
             settings,
@@ -393,6 +394,12 @@ class Follower(_Rank):
                 write_frame(self._sock, reply)
         except OSError as broken:
             self._end(Unavailable(f"rank 0 is gone: {broken}"))
+
+
+def _make_blocks(plan: MemoryPlan, enable_prefix_cache: bool) -> BlockManager:
+    if not plan.num_host_blocks:
+        return BlockManager(plan.num_blocks, plan.block_size, enable_prefix_cache, plan.groups)
+    return TieredBlocks(plan.num_blocks, plan.block_size, groups=plan.groups, num_slots=plan.num_host_blocks)
 
 
 def _timing_of(settings: WorkerSettings) -> FailureTimeouts:

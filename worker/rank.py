@@ -6,6 +6,7 @@ Steps run on the caller's thread. KV operations run beside them, on threads that
                     GPU it launches the copy, AHEAD_LAYERS before, so that the slot is granted when it is filled
     kv-issue        posts sends and receives in the order of the command log, and waits for nothing
     kv-wait EPOCH   one for each pair: opens it, then waits for its sends and landings in their order
+    kv-tier         copies blocks between the pool and the tier below it, once the step that it names has ended
     kv-close EPOCH  closes a pair at once, which wakes its kv-wait thread; both end with the pair
 
 So a peer that stalls holds up its own pair only. Every command is answered exactly once, whatever happens to its pair.
@@ -177,8 +178,11 @@ class RankExecutor:
         self._gathers: list[tuple[int, int, int, Chunk, list[int]]] = []
         """A heap of (step, layers, command number, chunk, block table): the one whose pages are written first leads."""
         self._issues: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._moves: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         _start("kv-gather", self._run_gathers)
-        _start("kv-issue", self._run_issues)
+        _start("kv-issue", lambda: _run(self._issues))
+        if transfer_engine.tier is not None:
+            _start("kv-tier", lambda: _run(self._moves))
 
     def step(self, step: StepInput, sampled: torch.Tensor | None = None) -> StepOutput:
         """Runs one forward pass. Steps are counted from 1 in the order of these calls.
@@ -222,6 +226,8 @@ class RankExecutor:
                 self._issues.put(lambda: self._send(number, command.send.pair_epoch, command.send.slot))
             case "receive":
                 self._issues.put(lambda: self._receive(number, command.receive))
+            case "move_blocks":
+                self._moves.put(lambda: self._answer(number, lambda: self._move_blocks(command.move_blocks)))
             case other:
                 raise ValueError(f"rank command {number} is a {other}, which does not run here")
 
@@ -229,6 +235,7 @@ class RankExecutor:
         """Ends the threads and closes every pair; what has not begun is answered with an error."""
         self._progress.close()
         self._issues.put(None)
+        self._moves.put(None)
         self._engine.close()
 
     # Pairs
@@ -279,10 +286,6 @@ class RankExecutor:
         ready = self._progress.event_of(after_step, num_layers)
         return self._engine.gather(chunk, block_table, ready=ready)
 
-    def _run_issues(self) -> None:
-        while (issue := self._issues.get()) is not None:
-            issue()
-
     def _send(self, number: int, epoch: str, slot: int) -> None:
         def complete() -> int:
             self._engine.complete_send(sending)
@@ -307,6 +310,13 @@ class RankExecutor:
         else:
             self._enqueue(landing.pair, number, complete)
 
+    def _move_blocks(self, move: rank_pb2.BlockMove) -> int:
+        tier = self._engine.tier
+        assert tier is not None, "blocks are moved to a tier that this rank has not"
+        self._progress.wait_for_steps(move.after_step)
+        copy = tier.load if move.is_load else tier.save
+        return copy(list(move.blocks), list(move.slots), self._progress.event_of_step(move.after_step))
+
     def _answer(self, number: int, operation: Operation) -> None:
         try:
             size_bytes = operation()
@@ -318,6 +328,12 @@ class RankExecutor:
     def _fail(self, number: int, error: Exception) -> None:
         logger.warning("rank command %d failed: %s", number, error)
         self._reply(number, str(error) or type(error).__name__, _kind_of(error), 0)
+
+
+def _run(calls: SimpleQueue[Callable[[], None] | None]) -> None:
+    """Makes the calls one after another, until there is None."""
+    while (call := calls.get()) is not None:
+        call()
 
 
 def _chunk_of(pages: rank_pb2.ChunkPages) -> Chunk:

@@ -119,6 +119,7 @@ class Resolved:
             max_num_seqs=settings.engine.num_seqs,
             max_num_batched_tokens=settings.engine.max_num_batched_tokens,
             memory_utilization=settings.engine.memory_utilization,
+            kv_host_bytes=settings.engine.kv_host_bytes if settings.engine.enable_prefix_cache else 0,
         )
 
     @property

@@ -155,6 +155,11 @@ class StepPipeline:
         return self._flight is None
 
     @property
+    def num_ended(self) -> int:
+        """Steps whose output has been processed."""
+        return self._ranks.num_steps - (self._flight is not None)
+
+    @property
     def cost(self) -> StepCost | None:
         """The cost of steps, as it was found; None before there are enough to tell."""
         return self._step_clock.cost

@@ -29,7 +29,7 @@ def load_timed_rank(resolved: Resolved) -> LoadedRank:
     memory = make_pool(resolved.transports, runner.device, partial(runner.make_pool, plan.num_blocks))
     return LoadedRank(
         runner,
-        make_transfer_engine(resolved, runner.kv, memory, _wire_of(resolved)),
+        make_transfer_engine(resolved, runner.kv, plan, memory, _wire_of(resolved)),
         plan,
         with_transports_of(resolved, memory),
         chooser=_chooser_of(resolved),

@@ -80,6 +80,10 @@ class EngineSection:
     kv_cache_tokens: int | None = bounded(None, at_least=1, at_most=2**40)
     """Tokens that one worker's KV pool holds; null: what is left beside weights and the measured
     activations (GPU), or four requests of max_model_len at most (CPU). `baton config explain` shows the sum."""
+    kv_host_bytes: int = bounded(0, at_least=0, at_most=2**50)
+    """Host memory of each worker, in bytes, in which it keeps KV that its pool evicts, to load it again where that is
+    quicker than to compute it: for conversations that come back after others have had the pool; 0: none. On a GPU it is
+    page-locked when the worker starts."""
     memory_utilization: float = bounded(0.9, above=0, at_most=1)
     """Share of the memory that is free when a worker starts that its weights, activations and KV pool may take."""
     max_num_batched_tokens: int = bounded(2048, at_least=1, at_most=2**24, is_run_time=True)

@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RankCommand(_message.Message):
-    __slots__ = ("number", "step", "open_pair", "close_pair", "gather", "send", "receive", "stop", "start")
+    __slots__ = ("number", "step", "open_pair", "close_pair", "gather", "send", "receive", "stop", "start", "move_blocks")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     OPEN_PAIR_FIELD_NUMBER: _ClassVar[int]
@@ -19,6 +19,7 @@ class RankCommand(_message.Message):
     RECEIVE_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
+    MOVE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     number: int
     step: bytes
     open_pair: OpenPair
@@ -28,7 +29,8 @@ class RankCommand(_message.Message):
     receive: ChunkPages
     stop: Stop
     start: Start
-    def __init__(self, number: _Optional[int] = ..., step: _Optional[bytes] = ..., open_pair: _Optional[_Union[OpenPair, _Mapping]] = ..., close_pair: _Optional[_Union[ClosePair, _Mapping]] = ..., gather: _Optional[_Union[ChunkPages, _Mapping]] = ..., send: _Optional[_Union[Send, _Mapping]] = ..., receive: _Optional[_Union[ChunkPages, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ...) -> None: ...
+    move_blocks: BlockMove
+    def __init__(self, number: _Optional[int] = ..., step: _Optional[bytes] = ..., open_pair: _Optional[_Union[OpenPair, _Mapping]] = ..., close_pair: _Optional[_Union[ClosePair, _Mapping]] = ..., gather: _Optional[_Union[ChunkPages, _Mapping]] = ..., send: _Optional[_Union[Send, _Mapping]] = ..., receive: _Optional[_Union[ChunkPages, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., move_blocks: _Optional[_Union[BlockMove, _Mapping]] = ...) -> None: ...
 
 class Start(_message.Message):
     __slots__ = ("incarnation", "store_address", "protocol", "block_size")
@@ -79,6 +81,18 @@ class Send(_message.Message):
     pair_epoch: str
     slot: int
     def __init__(self, pair_epoch: _Optional[str] = ..., slot: _Optional[int] = ...) -> None: ...
+
+class BlockMove(_message.Message):
+    __slots__ = ("blocks", "slots", "is_load", "after_step")
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    IS_LOAD_FIELD_NUMBER: _ClassVar[int]
+    AFTER_STEP_FIELD_NUMBER: _ClassVar[int]
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    is_load: bool
+    after_step: int
+    def __init__(self, blocks: _Optional[_Iterable[int]] = ..., slots: _Optional[_Iterable[int]] = ..., is_load: bool = ..., after_step: _Optional[int] = ...) -> None: ...
 
 class Stop(_message.Message):
     __slots__ = ()

@@ -6,7 +6,7 @@ While steps run (`begin_step` to `end_step`), what is released stays held until 
 still touch it.
 Only a full block whose KV is computed may be published; its digest (`cluster.prefix_hash`) covers all tokens before it
 as well, so that equal digests mean equal KV. A watcher of the cache can take the net change of its digests: what waits
-to be taken is bounded by the pool and by `MAX_CHANGES`, beyond which a snapshot takes the place of the changes.
+to be taken is bounded by `MAX_CHANGES`, beyond which a snapshot takes the place of the changes.
 
 Any block serves any group of layers (`cluster.kv_groups`). A sequence's block table has a block of each group for its
 first tokens, then of each group for the tokens behind those, and so on; -1 where a group keeps nothing of them. Cached
@@ -17,27 +17,16 @@ Knows nothing of tensors, requests or time. Used from one thread.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, KeysView, MutableSequence, Sequence
+from collections.abc import Collection, Iterable, MutableSequence, Sequence, Set
 from itertools import islice, takewhile
 
 from cluster import prefix_hash
-from cluster.errors import BatonError, InternalError
 from cluster.kv_groups import KvGroup
 from engine.kv.cache_events import MAX_CHANGES, CacheChanges, CacheEvents
+from engine.kv.errors import BlockAccountingError, NoFreeBlocks
 
 MOST_STEPS = 2
 """Steps that run at a time, at most: one, and one that was launched behind it."""
-
-
-class NoFreeBlocks(BatonError):
-    """The pool cannot give that many blocks now; the scheduler waits or preempts."""
-
-    grpc_code = "RESOURCE_EXHAUSTED"
-    reason = "NO_FREE_BLOCKS"
-
-
-class BlockAccountingError(InternalError):
-    """An owner did what it may not (released twice, say), or an invariant is broken: a bug, never load."""
 
 
 class BlockManager:
@@ -219,11 +208,14 @@ class BlockManager:
         """The most of these blocks behind which every group has what a token sees."""
         runs, most = [0] * len(self.groups), 0
         for row, digest in enumerate(digests):
-            runs = [run + 1 if digest in known else 0 for run, known in zip(runs, self._published, strict=True)]
+            runs = [run + 1 if self._is_known(place, digest) else 0 for place, run in enumerate(runs)]
             firsts = self._first_rows(max((row + 1) * self.block_size, num_landing))
             if all(run >= row + 1 - first for run, first in zip(runs, firsts, strict=True)):
                 most = row + 1
         return most
+
+    def _is_known(self, place: int, digest: bytes) -> bool:
+        return digest in self._published[place]
 
     def _first_rows(self, num_tokens: int) -> list[int]:
         """The first block of each group that the token behind so many sees."""
@@ -277,8 +269,7 @@ class BlockManager:
                 if place == 0:
                     stored += new
             start = end
-        if self._changes is not None:
-            self._changes.store(stored)
+        self._report_stored(stored)
 
     def _publish_of(self, place: int, blocks: Sequence[int], digests: Sequence[bytes]) -> Iterable[bytes]:
         """Makes blocks of one group findable; returns the digests that nobody could find there before."""
@@ -308,15 +299,14 @@ class BlockManager:
         """
         num_published = sum(map(len, self._published))
         self._evict(len(self._cached))
-        if self._changes is not None:
-            self._changes.evict(self._published[0])
+        self._report_evicted(self._published[0])
         for known in self._published:
             known.clear()
         return num_published
 
     @property
-    def cached_hashes(self) -> KeysView[bytes]:
-        """Digests of all blocks of the first group that `match_prefix` can find now, held or not; a live view."""
+    def cached_hashes(self) -> Set[bytes]:
+        """Digests of all blocks of the first group that `match_prefix` can find now; may be a live view."""
         return self._published[0].keys()
 
     def watch_cache(self, is_watched: bool, most_changes: int = MAX_CHANGES) -> None:
@@ -333,10 +323,21 @@ class BlockManager:
 
         A snapshot of all hashes once more than `most_changes` changes have waited.
         """
-        return self._changes.take(self._published[0]) if self._changes is not None else None
+        return self._changes.take(self.cached_hashes) if self._changes is not None else None
+
+    def have_arrived(self, blocks: Iterable[int]) -> bool | None:
+        """Whether blocks that `match_prefix` has found have their content; None while some of it is on its way."""
+        return True
 
     def check(self) -> None:
         """Raises BlockAccountingError naming every block whose books disagree. Reads the whole pool."""
+        if wrong := self._find_wrong():
+            raise BlockAccountingError(
+                f"books of {self.num_total} KV blocks (free {self.num_free}, held {self.num_held}, "
+                f"cached {self.num_cached}): " + "; ".join(wrong)
+            )
+
+    def _find_wrong(self) -> list[str]:
         free, cached = set(self._free), set(self._cached)
         wrong = [] if len(free) == len(self._free) else [f"the free list names a block twice: {self._free}"]
         for block, count in enumerate(self._refcounts):
@@ -351,11 +352,7 @@ class BlockManager:
             for digest, block in known.items():
                 if self._digests.get(block) != digest or self._group_of[block] != place:
                     wrong.append(f"a published digest leads to block {block}, which has another")
-        if wrong:
-            raise BlockAccountingError(
-                f"books of {self.num_total} KV blocks (free {self.num_free}, held {self.num_held}, "
-                f"cached {self.num_cached}): " + "; ".join(wrong)
-            )
+        return wrong
 
     def _is_published(self, block: int) -> bool:
         digest = self._digests.get(block)
@@ -374,11 +371,17 @@ class BlockManager:
         else:
             deque(map(self._published[0].__delitem__, evicted), maxlen=0)
         self._free += oldest
+        self._report_evicted(evicted)
+
+    def _report_stored(self, digests: Collection[bytes]) -> None:
         if self._changes is not None:
-            self._changes.evict(evicted)
+            self._changes.store(digests)
+
+    def _report_evicted(self, digests: Collection[bytes]) -> None:
+        if self._changes is not None:
+            self._changes.evict(digests)
 
     def _there(self, blocks: Sequence[int]) -> Sequence[int]:
-        """Returns the blocks that a table names."""
         return [block for block in blocks if block >= 0] if self.has_windows else blocks
 
     def _require_held(self, blocks: Sequence[int], action: str) -> None:

@@ -10,7 +10,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from cluster.prefix_hash import GROUP, prefix_hashes
-from engine.kv.block_manager import BlockAccountingError, BlockManager, NoFreeBlocks
+from engine.kv.block_manager import BlockManager
+from engine.kv.errors import BlockAccountingError, NoFreeBlocks
 
 
 def books(manager: BlockManager) -> tuple[int, int, int]:

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_engine import Completion, Engine
 
-from engine.kv.block_manager import BlockManager, NoFreeBlocks
+from engine.kv.block_manager import BlockManager
+from engine.kv.errors import NoFreeBlocks
 from engine.model_runner import ModelRunner
 from engine.sampling.params import Finish, SampleRow, SamplingParams, check_finish
 from engine.sampling.sampler import Sampler

@@ -17,7 +17,7 @@ from cluster import rpc
 from cluster.failure_detector import FailureTimeouts
 from cluster.pb import admin_pb2, admin_pb2_grpc, handoff_pb2, handoff_pb2_grpc, worker_pb2, worker_pb2_grpc
 from cluster.protocol import HEADER
-from engine.kv.block_manager import BlockAccountingError
+from engine.kv.errors import BlockAccountingError
 from worker.handoff_streams import HandoffStreams
 from worker.service import SpeakingLoop, WorkerService
 

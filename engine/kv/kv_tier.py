@@ -1,0 +1,121 @@
+"""The index of one tier of KV below the device's pool: which block's content lies in which slot of it.
+
+A slot is free, moving (content is on its way in, nobody finds it yet) or kept (findable by its key, the least recently
+used is given up first); one that is kept may be pinned while it is read, and stays then. Invariant, always:
+free + moving + kept == total; `check` proves it. Decides only: what moves the bytes is `kv_transfer.tier_copies`.
+Used from one thread.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from itertools import islice
+
+TierKey = tuple[int, bytes]
+"""The group of layers, and the digest (`cluster.prefix_hash`) of a full block's tokens and all before them."""
+
+
+class KvTier:
+    """Slots [0, num_slots), each of which holds one block of the pool above."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_total = num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._moving: set[int] = set()
+        self._kept: OrderedDict[TierKey, int] = OrderedDict()  # least recently used first
+        self._pins: Counter[int] = Counter()
+        self._given_up: set[int] = set()
+        """Slots that are pinned, and free as soon as they are not: nobody finds them any more."""
+
+    def __contains__(self, key: TierKey) -> bool:
+        return key in self._kept
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_moving(self) -> int:
+        return len(self._moving) + len(self._given_up)
+
+    def __iter__(self) -> Iterator[TierKey]:
+        """All that is kept, the least recently used first."""
+        return iter(self._kept)
+
+    def take(self, num_slots: int) -> tuple[list[int], list[TierKey]]:
+        """Takes slots for content that is to come, fewer where pins leave no more; returns the keys given up for
+        them."""
+        num_short = num_slots - len(self._free)
+        lost: list[TierKey] = []
+        if num_short > 0:
+            lost = list(islice((key for key, slot in self._kept.items() if not self._pins[slot]), num_short))
+            self._free += [self._kept.pop(key) for key in lost]
+        taken = self._free[: -num_slots - 1 : -1] if num_slots else []
+        del self._free[len(self._free) - len(taken) :]
+        self._moving.update(taken)
+        return taken, lost
+
+    def keep(self, slot: int, key: TierKey) -> None:
+        """The content of a moving slot is there. One with the same content is kept already: the slot is free again."""
+        self._moving.remove(slot)
+        if key in self._kept:
+            self._free.append(slot)
+        else:
+            self._kept[key] = slot
+
+    def put_back(self, slot: int) -> None:
+        """The content of a moving slot did not come, or nobody wants it any more."""
+        self._moving.remove(slot)
+        self._free.append(slot)
+
+    def touch(self, key: TierKey) -> None:
+        """Makes what is kept under a key, if anything, the most recently used."""
+        if key in self._kept:
+            self._kept.move_to_end(key)
+
+    def pin(self, key: TierKey) -> int:
+        """Returns the slot of a key that is kept; it is not given up before `unpin`."""
+        slot = self._kept[key]
+        self._kept.move_to_end(key)
+        self._pins[slot] += 1
+        return slot
+
+    def unpin(self, slot: int) -> None:
+        self._pins[slot] -= 1
+        if not self._pins[slot]:
+            del self._pins[slot]
+            if slot in self._given_up:
+                self._given_up.remove(slot)
+                self._free.append(slot)
+
+    def drop(self, key: TierKey) -> bool:
+        """What a key names is not to be found any more; False if it was not kept."""
+        slot = self._kept.pop(key, None)
+        if slot is None:
+            return False
+        if self._pins[slot]:
+            self._given_up.add(slot)
+        else:
+            self._free.append(slot)
+        return True
+
+    def flush(self) -> int:
+        """Drops everything; returns how much there was."""
+        keys = list(self._kept)
+        for key in keys:
+            self.drop(key)
+        return len(keys)
+
+    def check(self) -> list[str]:
+        """Returns what is wrong with the books; nothing as a rule."""
+        places = Counter([*self._free, *self._moving, *self._kept.values(), *self._given_up])
+        wrong = [f"slot {slot} is in {count} places" for slot, count in places.items() if count != 1]
+        missing = self.num_total - len(places)
+        if missing:
+            wrong.append(f"{missing} of {self.num_total} slots are nowhere")
+        loose = [slot for slot in self._pins if slot not in self._given_up and slot not in set(self._kept.values())]
+        return wrong + [f"slot {slot} is pinned, and holds nothing" for slot in loose]

@@ -1,0 +1,337 @@
+"""A pool above a tier in host memory, by example and by random walks in which copies begin and end at any time."""
+
+from __future__ import annotations
+
+from itertools import takewhile
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from cluster.kv_groups import KvGroup
+from cluster.prefix_hash import prefix_hashes
+from engine.kv.kv_tier import KvTier
+from engine.kv.tiered_blocks import BlockMove, TieredBlocks
+
+KEYS = [(0, bytes([number])) for number in range(8)]
+
+
+def fill(manager: TieredBlocks, tokens: list[int], salt: bytes = b"") -> None:
+    """A prompt comes, is computed, and goes."""
+    table = manager.match_prefix(tokens, salt)
+    assert manager.have_arrived(table)
+    table = table + manager.allocate(-(-len(tokens) // manager.block_size) - len(table))
+    manager.publish(tokens, table, salt, num_computed=len(tokens))
+    manager.release(table)
+
+
+def settle(manager: TieredBlocks, error: str = "") -> list[BlockMove]:
+    """Every move that is wanted begins and ends."""
+    made: list[BlockMove] = []
+    while moves := manager.take_moves():
+        for move in moves:
+            manager.moved(move, error)
+        made += moves
+        manager.check()
+    return made
+
+
+def test_what_is_evicted_is_found_in_the_tier_and_loaded_into_other_blocks() -> None:
+    manager = TieredBlocks(num_blocks=4, block_size=2, num_slots=8, num_ahead=4)
+    fill(manager, [1, 2, 3, 4, 5])
+    [saved] = settle(manager)
+    assert len(saved.blocks) == 2 and not saved.is_load
+    fill(manager, [6, 7, 8, 9, 10, 11, 12, 13])  # takes the whole pool
+    assert manager.counts.unsaved == 0 and manager.counts.saved == 2
+
+    table = manager.match_prefix([1, 2, 3, 4, 99])
+    assert len(table) == 2 and manager.have_arrived(table) is None
+    [load] = [move for move in manager.take_moves() if move.is_load]
+    assert load.blocks == tuple(table) and load.keys == tuple(sorted(saved.keys, key=load.keys.index))
+    assert [saved.slots[saved.keys.index(key)] for key in load.keys] == list(load.slots)
+    manager.moved(load)
+    assert manager.have_arrived(table) and manager.counts.loaded == 2
+    manager.release(table)
+    manager.check()
+    assert manager.match_prefix([1, 2, 3, 4, 99]) == table, "it is in the pool again"
+
+
+def test_nothing_is_saved_while_the_pool_has_room() -> None:
+    manager = TieredBlocks(num_blocks=64, block_size=2, num_slots=8, num_ahead=8)
+    fill(manager, list(range(40)))
+    assert not settle(manager)
+
+
+def test_one_load_serves_all_who_wait_for_the_same_prefix() -> None:
+    manager = TieredBlocks(num_blocks=8, block_size=2, num_slots=8, num_ahead=8)
+    fill(manager, [1, 2, 3, 4, 5])
+    settle(manager)
+    fill(manager, list(range(10, 26)))
+    first, second = manager.match_prefix([1, 2, 3, 4, 5]), manager.match_prefix([1, 2, 3, 4, 6])
+    assert first == second and manager.refcount(first[0]) == 3
+    [load] = [move for move in manager.take_moves() if move.is_load]
+    manager.release(first)  # one of them is cancelled
+    assert manager.have_arrived(second) is None
+    manager.moved(load)
+    assert manager.have_arrived(second)
+    manager.release(second)
+    manager.check()
+
+
+def test_blocks_of_a_failed_load_have_no_content_and_are_not_found_again() -> None:
+    manager = TieredBlocks(num_blocks=4, block_size=2, num_slots=8, num_ahead=4)
+    manager.watch_cache(True)
+    fill(manager, [1, 2, 3, 4, 5])
+    settle(manager)
+    fill(manager, [6, 7, 8, 9, 10, 11, 12, 13])
+    manager.take_cache_events()
+    table = manager.match_prefix([1, 2, 3, 4, 5])
+    for move in manager.take_moves():
+        manager.moved(move, "the slot is damaged")
+    assert manager.have_arrived(table) is False
+    manager.release(table)
+    manager.check()
+    assert manager.match_prefix([1, 2, 3, 4, 5]) == [] and manager.counts.failed >= 2
+    events = manager.take_cache_events()
+    assert events is not None and set(events.evicted) >= set(prefix_hashes([1, 2, 3, 4, 5], 2, b""))
+
+
+def test_a_copy_of_a_block_that_was_evicted_meanwhile_is_thrown_away() -> None:
+    manager = TieredBlocks(num_blocks=4, block_size=2, num_slots=8, num_ahead=4)
+    fill(manager, [1, 2, 3, 4, 5])
+    [save] = manager.take_moves()
+    fill(manager, [6, 7, 8, 9, 10, 11, 12, 13])
+    manager.moved(save)
+    assert not len(manager.tier) and manager.counts.unsaved == 2
+    manager.check()
+
+
+def test_what_is_computed_sooner_is_not_loaded() -> None:
+    asked: list[tuple[int, int, int]] = []
+    manager = TieredBlocks(num_blocks=4, block_size=2, num_slots=8, num_ahead=4)
+    manager.is_quicker = lambda *question: bool(asked.append(question))
+    fill(manager, [1, 2, 3, 4, 5])
+    settle(manager)
+    fill(manager, [6, 7, 8, 9, 10, 11, 12, 13])
+    assert manager.match_prefix([1, 2, 3, 4, 5]) == []
+    assert asked == [(2, 4, 0)] and manager.counts.declined == 2
+    manager.check()
+
+
+def test_no_load_begins_for_a_prompt_that_does_not_fit() -> None:
+    manager = TieredBlocks(num_blocks=4, block_size=2, num_slots=8, num_ahead=4)
+    fill(manager, [1, 2, 3, 4, 5])
+    settle(manager)
+    held = manager.allocate(4)
+    manager.release(held[:3])
+    assert manager.match_prefix([1, 2, 3, 4, 5, 6, 7]) == [] and manager.num_free == 3
+    manager.release(held[3:])
+    assert len(manager.match_prefix([1, 2, 3, 4, 5, 6, 7])) == 2
+
+
+def test_windows_come_back_as_far_as_the_next_token_sees_them() -> None:
+    groups = (KvGroup((0,)), KvGroup((1,), window=4))
+    manager = TieredBlocks(num_blocks=12, block_size=2, groups=groups, num_slots=12, num_ahead=12)
+    tokens = list(range(11))
+    table: list[int] = []
+    manager.fill(table, 6, [range(6), range(6)])
+    manager.publish(tokens, table, b"", num_computed=11)
+    manager.release(table)
+    settle(manager)
+    manager.release(manager.allocate(12))
+    found = manager.match_prefix(tokens)
+    assert len(found) == 10 and found[1] == found[3] == found[5] == -1 and min(found[7:]) >= 0
+    settle(manager)
+    assert manager.have_arrived(found)
+    manager.release(found)
+    manager.check()
+
+
+def test_a_tier_gives_up_what_was_used_least_recently_and_nothing_that_is_read() -> None:
+    tier = KvTier(3)
+    slots, lost = tier.take(3)
+    assert sorted(slots) == [0, 1, 2] and not lost
+    for slot, key in zip(slots, KEYS, strict=False):
+        tier.keep(slot, key)
+    tier.touch(KEYS[0])
+    pinned = tier.pin(KEYS[1])
+    taken, lost = tier.take(5)
+    assert sorted(taken) == sorted([slots[0], slots[2]]) and lost == [KEYS[2], KEYS[0]] and tier.check() == []
+    assert KEYS[1] in tier and tier.num_free == 0
+    assert tier.drop(KEYS[1]) and not tier.drop(KEYS[1])
+    assert tier.take(1) == ([], [])
+    tier.unpin(pinned)
+    assert tier.take(1) == ([pinned], []) and tier.check() == []
+
+
+SALTS = (b"", b"a")
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
+PROMPTS = [[first, second, 0, 0, 1, 1, 0][:length] for first in (0, 1) for second in (0, 1) for length in (5, 7)]
+Content = tuple[bytes, tuple[int, ...]]
+
+
+class TieredBlocksWalk(RuleBasedStateMachine):
+    """Sequences come and go in a pool of 6 above a tier of 9, while copies begin, end and fail. The model keeps what
+    was written to each block and each slot: a copy reads what is in its source when it ends, so that one of a block
+    that was used for something else meanwhile is of something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.manager = TieredBlocks(num_blocks=6, block_size=2, num_slots=9, num_ahead=6)
+        self.waiting: list[tuple[list[int], list[int], bytes]] = []
+        self.live: list[tuple[list[int], list[int], bytes]] = []  # tokens, table, salt
+        self.blocks: dict[int, Content] = {}
+        self.slots: dict[int, Content] = {}
+        self.moves: list[BlockMove] = []
+        self.heard: set[bytes] = set()
+        self.manager.watch_cache(True, most_changes=4)
+
+    @rule(tokens=TOKENS, salt=st.sampled_from(SALTS))
+    def start(self, tokens: list[int], salt: bytes) -> None:
+        known = list(takewhile(self.manager.cached_hashes.__contains__, prefix_hashes(tokens, 2, salt)))
+        matched = self.manager.match_prefix(tokens, salt)
+        assert len(matched) <= len(known) and 2 * len(matched) < len(tokens)
+        wanted = -(-len(tokens) // 2) - len(matched)
+        if not self.manager.can_allocate(wanted):
+            self.manager.release(matched)
+            return
+        table = matched + self.manager.allocate(wanted)
+        if self.manager.have_arrived(matched) is None:
+            self.waiting.append((tokens, table, salt))
+            return
+        self.begin(tokens, table, len(matched), salt)
+
+    @rule(tokens=st.sampled_from(PROMPTS), salt=st.sampled_from(SALTS))
+    def come_and_go(self, tokens: list[int], salt: bytes) -> None:
+        """A prompt is computed whole, and ends at once: so the pool turns over, and is asked for what it evicts."""
+        num_live = len(self.live)
+        self.start(tokens, salt)
+        if len(self.live) > num_live:
+            tokens, table, salt = self.live.pop()
+            self.manager.publish(tokens, table, salt, len(tokens))
+            self.manager.release(table)
+        self.end_moves()
+        self.move()
+
+    def begin(self, tokens: list[int], table: list[int], num_matched: int, salt: bytes) -> None:
+        for index, block in enumerate(table[: len(tokens) // 2]):
+            content = (salt, tuple(tokens[: 2 * index + 2]))
+            if index < num_matched:
+                assert self.blocks[block] == content, "a prompt would read another one's KV"
+            self.blocks[block] = content
+        for block in table[len(tokens) // 2 :]:
+            self.blocks[block] = (b"part", ())
+        self.live.append((tokens, table, salt))
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data(), is_cancelled=st.booleans())
+    def go_on(self, data: st.DataObject, is_cancelled: bool) -> None:
+        index = data.draw(st.integers(0, len(self.waiting) - 1))
+        tokens, table, salt = self.waiting[index]
+        has_arrived = self.manager.have_arrived(table[: (len(tokens) - 1) // 2])
+        if has_arrived is None and not is_cancelled:
+            return
+        del self.waiting[index]
+        found = [block for block in table if self.manager.have_arrived([block])]
+        if is_cancelled or not has_arrived or table[: len(found)] != found:
+            self.manager.release(table)
+            return
+        self.begin(tokens, table, len(found), salt)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def publish(self, data: st.DataObject) -> None:
+        tokens, table, salt = data.draw(st.sampled_from(self.live))
+        self.manager.publish(tokens, table, salt, data.draw(st.integers(0, len(tokens))))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.live) - 1))
+        self.manager.release(self.live.pop(index)[1])
+
+    @rule()
+    def move(self) -> None:
+        self.moves += self.manager.take_moves()
+
+    @precondition(lambda self: self.moves)
+    @rule(data=st.data(), fails=st.booleans())
+    def end_move(self, data: st.DataObject, fails: bool) -> None:
+        self.finish(self.moves.pop(data.draw(st.integers(0, len(self.moves) - 1))), fails)
+
+    def finish(self, move: BlockMove, fails: bool) -> None:
+        for block, slot in zip(move.blocks, move.slots, strict=True):
+            if move.is_load:
+                self.blocks[block] = (b"torn", ()) if fails else self.slots[slot]
+            else:
+                self.slots[slot] = (b"torn", ()) if fails else self.blocks.get(block, (b"none", ()))
+        self.manager.moved(move, "it fails" if fails else "")
+
+    def end_moves(self) -> None:
+        while self.moves:
+            self.finish(self.moves.pop(0), fails=False)
+
+    @rule(time=st.integers(0, 5))
+    def flush(self, time: int) -> None:
+        if time:
+            return
+        self.manager.flush_cache()
+        assert not self.manager.cached_hashes
+
+    @rule()
+    def hear(self) -> None:
+        events = self.manager.take_cache_events()
+        if events is not None and events.is_snapshot:
+            self.heard.clear()
+        if events is not None:
+            assert self.heard >= set(events.evicted) and not self.heard & set(events.stored)
+            self.heard = self.heard - set(events.evicted) | set(events.stored)
+        assert self.heard == self.manager.cached_hashes
+
+    @invariant()
+    def the_books_agree(self) -> None:
+        self.manager.check()
+        owners = [block for _, table, _ in self.live + self.waiting for block in table]
+        arriving = [block for move in self.moves if move.is_load for block in move.blocks]
+        arriving += [block for block, _, _ in self.manager._to_load]
+        for block in range(6):
+            assert self.manager.refcount(block) == owners.count(block) + arriving.count(block)
+        for digest, block in self.manager._published[0].items():
+            salt, tokens = self.blocks[block]
+            assert list(prefix_hashes([*tokens, 0], 2, salt))[-1] == digest
+
+    def teardown(self) -> None:
+        for _, table, _ in self.live + self.waiting:
+            self.manager.release(table)
+        for move in [*self.moves, *self.manager.take_moves()]:
+            self.manager.moved(move, "stopped")
+        while moves := self.manager.take_moves():
+            for move in moves:
+                self.manager.moved(move, "stopped")
+        self.manager.check()
+        assert self.manager.num_held == 0 and self.manager.tier.num_moving == 0
+
+
+TestTieredBlocksWalk = TieredBlocksWalk.TestCase
+TestTieredBlocksWalk.settings = settings(max_examples=150, stateful_step_count=50, derandomize=True, database=None)
+
+
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_a_tier_smaller_than_a_prompt_keeps_its_beginning_or_nothing(num_slots: int) -> None:
+    manager = TieredBlocks(num_blocks=4, block_size=2, num_slots=num_slots, num_ahead=4)
+    fill(manager, list(range(8)))
+    settle(manager)
+    assert len(manager.tier) == num_slots
+    manager.check()
+
+
+def test_what_the_pool_has_evicted_last_the_tier_gives_up_last() -> None:
+    manager = TieredBlocks(num_blocks=2, block_size=2, num_slots=2, num_ahead=2)
+    fill(manager, [1, 2, 0])
+    settle(manager)
+    fill(manager, [3, 4, 5, 6])
+    settle(manager)  # the tier is full with the first prompt's block and one of the second
+    assert manager.counts.given_up == 1 and manager.counts.unsaved == 0
+    for key in list(manager.tier):
+        assert key[1] in set(prefix_hashes([3, 4, 5, 6, 0], 2, b""))
