@@ -73,12 +73,13 @@ class TieredBlocks(BlockManager):
         num_ahead: int | None = None,
         is_quicker: IsQuicker = lambda num_blocks, num_tokens, num_before: True,
     ) -> None:
-        """`num_ahead`: blocks that are to be free or saved; None: an eighth of the pool, at most 1,024."""
+        """`num_ahead`: blocks that are to be free or saved, so that prompts which need as many at once evict none that is
+        lost; None: half of the pool."""
         super().__init__(num_blocks, block_size, enable_prefix_cache, groups)
         self.tier = KvTier(num_slots)
         self.is_quicker = is_quicker
         self.counts = TierCounts()
-        self._num_ahead = min(1024, num_blocks // 8 + 1) if num_ahead is None else num_ahead
+        self._num_ahead = -(-num_blocks // 2) if num_ahead is None else num_ahead
         self._saving: dict[int, int] = {}
         """Blocks that are being copied down and have not been evicted since, with the slots that they go to."""
         self._arriving: dict[int, TierKey] = {}
