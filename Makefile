@@ -209,7 +209,7 @@ families: $(READY)
 	$(PY) -m pytest -q -m "battery or not battery" tests/unit/engine/test_engine_families.py tests/unit/engine/test_engine_expert_balancer.py \
 	  tests/unit/engine/test_engine_parity.py tests/unit/worker/test_worker_windows.py \
 	  tests/integration/test_integration_parity.py tests/integration/test_integration_handoff.py \
-	  tests/integration/test_integration_kv_kinds.py tests/integration/test_integration_formats.py \
+	  tests/integration/test_integration_kv_kinds.py tests/integration/test_integration_host_tier.py tests/integration/test_integration_formats.py \
 	  tests/integration/test_integration_expert_parallel.py tests/integration/test_integration_transformers.py \
 	  tests/unit/engine/test_engine_gguf.py tests/unit/engine/test_engine_packed.py $(ARGS)
 

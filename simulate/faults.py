@@ -37,7 +37,7 @@ RATED_FAULTS = (
     "message doubled",
 )
 """A transfer fails on both sides, a send and a receive on one; a torn landing is one that failed and has written. The
-last three befall hand-off streams."""
+last three befall hand-off streams. Beside these, `copy failed` befalls copies to the tier below a pool and back."""
 MOST_LATE = 200.0
 """Times its usual latency that a late message takes, at most."""
 

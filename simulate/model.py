@@ -110,6 +110,8 @@ class KvPages:
         self._states: StateArray = np.zeros(num_blocks * block_size, dtype=np.uint64)
         self._all_layers = (1 << num_layers) - 1
         self._layers: LayerArray = np.zeros(num_blocks * block_size, dtype=np.int64)
+        self._tier: list[tuple[StateArray, LayerArray]] = []
+        """Contents of the slots of the tier below."""
 
     def write_step(self, step: StepInput) -> StateArray:
         """Computes a step's tokens; returns the KV of each sequence's last one, [S]."""
@@ -119,6 +121,26 @@ class KvPages:
         self._store(step.slot_mapping, states, self._all_layers)
         last: StateArray = states[step.cu_seqlens_q[1:] - 1]
         return last
+
+    def add_tier(self, num_slots: int) -> None:
+        """Blocks can be saved to so many slots from now on."""
+        size = self.block_size
+        self._tier = [(np.zeros(size, np.uint64), np.zeros(size, np.int64)) for _ in range(num_slots)]
+
+    def save(self, block: int, slot: int) -> None:
+        """Copies a block to a slot, whatever is in it: it may have been used again."""
+        rows = self._rows(block)
+        self._tier[slot] = self._states[rows].copy(), self._layers[rows].copy()
+
+    def load(self, block: int, slot: int) -> None:
+        """Copies a slot to a block."""
+        states, layers = self._tier[slot]
+        if np.count_nonzero(layers != self._all_layers):
+            raise PageAlarm(f"slot {slot} is loaded, and not all of it was saved")
+        self._store(np.arange(self._rows(block).start, self._rows(block).stop), states, layers)
+
+    def _rows(self, block: int) -> slice:
+        return slice(block * self.block_size, (block + 1) * self.block_size)
 
     def check_step(self, step: StepInput, last: StateArray) -> None:
         """Raises PageAlarm where something else has written over what a step wrote."""

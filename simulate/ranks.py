@@ -73,6 +73,7 @@ class SimulatedRanks:
         post: Callable[..., None],
         num_threads: int = 1,
         share: Lane | None = None,
+        tier_bytes_per_s: float = 20e9,
     ) -> None:
         """`command_s`: seconds that a command takes beside its transfer. `num_threads`: of a step. `share`: what the
         worker may use of the cores; None: all."""
@@ -87,6 +88,7 @@ class SimulatedRanks:
         self.nic = nic
         self._cell_bytes = kv_bytes_per_token / pages.num_layers
         self._command_s = command_s
+        self._tier_bytes_per_s = tier_bytes_per_s
         self._post = post
         self._num_threads = num_threads
         self._share = share
@@ -187,6 +189,23 @@ class SimulatedRanks:
                 chunk = Chunk.from_proto(what.chunk, what.pair_epoch)
                 posted = Posted(self._guarded(what, done), chunk.slot, (chunk, list(what.block_table)))
                 self._put(what.pair_epoch, posted)
+            case "move_blocks":
+                self._num_open += 1
+                move = command.move_blocks
+                size_bytes = len(move.blocks) * self.pages.block_size * self._cell_bytes * self.pages.num_layers
+                seconds = (self._command_s + size_bytes / self._tier_bytes_per_s) * self._world.spread()
+                self._world.loop.call_later(seconds, self._moved, move, int(size_bytes), done)
+
+    def _moved(self, move: rank_pb2.BlockMove, size_bytes: int, done: Done) -> None:
+        """A move has ended, which may have failed half-way."""
+        self._num_open -= 1
+        has_failed = self._world.strikes("copy failed")
+        num_copied = len(move.blocks) // 2 if has_failed else len(move.blocks)
+        copy = self.pages.load if move.is_load else self.pages.save
+        if not self._is_dead:
+            for block, slot in list(zip(move.blocks, move.slots, strict=True))[:num_copied]:
+                copy(block, slot)
+        self._reply(done, "the copy failed" if has_failed else "", size_bytes)
 
     def die(self) -> None:
         """The process is gone: nothing is answered any more, and its peers' commands fail."""

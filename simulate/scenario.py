@@ -7,7 +7,7 @@ faults. `run` raises whatever went wrong; docs/simulate.md says how to go on fro
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.api_keys import KeyQuota
 from cluster.config.choices import PolicyName
@@ -45,7 +45,13 @@ class Scenario:
         faults = FaultPlan.random(
             rng, names, FAULTS_UNTIL_S, has_routers=spec.num_routers > 0, has_controller=spec.controller is not None
         )
-        return cls(seed, spec, _random_load(rng, seed), faults)
+        of_tiers = random.Random(f"tiers {seed}")
+        has_tiers = of_tiers.random() < 0.5
+        load = _random_load(rng, seed, num_prefixes=of_tiers.randint(6, 16) if has_tiers else 0)
+        if has_tiers:
+            spec = _with_tiers(spec, of_tiers)
+            faults = replace(faults, rates={**faults.rates, "copy failed": of_tiers.choice((0.0, 0.05))})
+        return cls(seed, spec, load, faults)
 
     def run(self, *, keeps_trace: bool = False) -> RunResult:
         """Raises AssertionError, Stuck, or whatever ended the run."""
@@ -112,6 +118,20 @@ def _random_spec(rng: random.Random) -> ClusterSpec:
     )
 
 
+def _with_tiers(spec: ClusterSpec, rng: random.Random) -> ClusterSpec:
+    """Gives workers small pools, and most of them host memory for what those evict."""
+    workers = [
+        replace(
+            worker,
+            kv_tokens=rng.choice((576, 768, worker.kv_tokens)),
+            tier_blocks=rng.choice((0, 8, 64, 512, 512)),
+            tier_bytes_per_s=rng.choice((2e10, 1e9)),
+        )
+        for worker in spec.workers
+    ]
+    return replace(spec, workers=tuple(workers))
+
+
 def _random_quota(rng: random.Random) -> KeyQuota:
     """Draws the quota of an API key; mostly none."""
     if rng.random() < 0.8:
@@ -124,8 +144,11 @@ def _random_quota(rng: random.Random) -> KeyQuota:
     )
 
 
-def _random_load(rng: random.Random, seed: int) -> tuple[SimRequest, ...]:
+def _random_load(rng: random.Random, seed: int, num_prefixes: int = 0) -> tuple[SimRequest, ...]:
+    """`num_prefixes`: those that prompts begin with, so many that pools evict some before they come again; 0: few."""
     prefixes = SharedPrefixes(rng.choice((0, 40, 100)), num=rng.randint(1, 4))
+    if num_prefixes:
+        prefixes = SharedPrefixes(100, num=num_prefixes)
     shapes = random_shapes(rng.randint(10, 50), uniform(120, 20, 0.95), seed, prefixes)
     weights = {"": 1.0, "a": 1.0, "b": rng.choice((1.0, 3.0))}
     quotas = {"": UNLIMITED, "a": _random_quota(rng), "b": _random_quota(rng)}

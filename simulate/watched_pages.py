@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cluster.kv_groups import all_layers
-from engine.kv.block_manager import BlockManager
+from engine.kv.tiered_blocks import TieredBlocks
 from engine.step_input import IntArray, StepInput
 from engine.token_hash import StateArray, states_after
 from simulate.model import Done, KvPages, LayerArray, PageAlarm
@@ -25,9 +25,11 @@ from simulate.model import Done, KvPages, LayerArray, PageAlarm
 class WatchedPages(KvPages):
     """The pages of one worker."""
 
-    def __init__(self, num_blocks: int, block_size: int, num_layers: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, num_layers: int, num_slots: int = 0) -> None:
         super().__init__(num_blocks, block_size, num_layers)
-        self.blocks = WatchedBlocks(self, num_blocks, block_size)
+        self.add_tier(num_slots)
+        self.blocks = WatchedBlocks(self, num_blocks, block_size, num_slots)
+        self._tier_parents: StateArray = np.zeros((num_slots, block_size), dtype=np.uint64)
         self._parents: StateArray = np.zeros(num_blocks * block_size, dtype=np.uint64)
         """The KV of the token before that of each slot."""
         self._lives: npt.NDArray[np.int64] = np.zeros(num_blocks, dtype=np.int64)
@@ -112,6 +114,15 @@ class WatchedPages(KvPages):
         self._held(self._touched(block_table, start, end), "a failing transfer writes to")
         super().tear(block_table, start, end)
 
+    def save(self, block: int, slot: int) -> None:
+        super().save(block, slot)
+        self._tier_parents[slot] = self._parents[self._rows(block)]
+
+    def load(self, block: int, slot: int) -> None:
+        self._held(np.array([block]), "a load writes to")
+        super().load(block, slot)
+        self._parents[self._rows(block)] = self._tier_parents[slot]
+
     def guarded(self, block_table: Sequence[int], start: int, end: int, done: Done) -> Done:
         touched = self._touched(block_table, start, end)
         lives = self._held(touched, "a transfer begins with")
@@ -143,11 +154,11 @@ class WatchedPages(KvPages):
         self._by_block[1][target] = self._by_block[1][source]
 
 
-class WatchedBlocks(BlockManager):
+class WatchedBlocks(TieredBlocks):
     """Tells the pages which blocks are held."""
 
-    def __init__(self, pages: WatchedPages, num_blocks: int, block_size: int) -> None:
-        super().__init__(num_blocks, block_size, groups=all_layers(pages.num_layers))
+    def __init__(self, pages: WatchedPages, num_blocks: int, block_size: int, num_slots: int) -> None:
+        super().__init__(num_blocks, block_size, groups=all_layers(pages.num_layers), num_slots=num_slots)
         self._pages = pages
         self._salts: dict[int, bytes] = {}
         """Salts with which blocks were published."""
@@ -161,6 +172,8 @@ class WatchedBlocks(BlockManager):
 
     def match_prefix(self, token_ids: Sequence[int], salt: bytes = b"", num_landing: int = 0) -> list[int]:
         matched = super().match_prefix(token_ids, salt, num_landing)
+        for block in self._arriving:  # what begins to arrive by this belongs to the salt that it was found under
+            self._salts.setdefault(block, salt)
         if any(self._salts[block] != salt for block in matched):
             raise PageAlarm("a prefix is found under another salt than it was published with")
         self._pages.take_up(matched)

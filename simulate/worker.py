@@ -20,6 +20,7 @@ from cluster.settings import WorkerSettings
 from cluster.step_cost import StepCost
 from cluster.text import ROLE_NUMBERS
 from engine.kv.block_manager import BlockManager
+from engine.kv.tiered_blocks import TieredBlocks
 from kv_transfer.layout import KvLayout
 from prefill_worker.sender import Sender
 from simulate.curves import LinearCurve, StepCurve
@@ -66,6 +67,10 @@ class WorkerSpec:
     max_num_batched_tokens: int = 2048
     max_model_len: int = 32_768
     enable_prefix_cache: bool = True
+    tier_blocks: int = 0
+    """Blocks that it keeps in host memory when its pool evicts them."""
+    tier_bytes_per_s: float = 20e9
+    """Between the pool and the host memory."""
     num_layers: int = 4
     """Parts in which a prompt's last step may be handed over while it runs."""
     kv_bytes_per_token: float = 131_072.0
@@ -215,7 +220,15 @@ class SimulatedWorker:
         share = None if spec.core_share is None else Lane(spec.core_share, most=1.0)
         if share is not None:
             cluster.network.shares[self.host.address] = share
-        return SimulatedRanks(cluster, spec.worker_id, pages, *of_wire, num_threads=spec.num_threads, share=share)
+        return SimulatedRanks(
+            cluster,
+            spec.worker_id,
+            pages,
+            *of_wire,
+            num_threads=spec.num_threads,
+            share=share,
+            tier_bytes_per_s=spec.tier_bytes_per_s,
+        )
 
     @property
     def address(self) -> str:
@@ -307,11 +320,15 @@ class SimulatedWorker:
     def _make_pool(self, num_blocks: int) -> tuple[KvPages, BlockManager]:
         spec = self.spec
         if self._cluster.is_watched:
-            watched = WatchedPages(num_blocks, spec.block_size, spec.num_layers)
+            watched = WatchedPages(num_blocks, spec.block_size, spec.num_layers, spec.tier_blocks)
             return watched, watched.blocks
         is_fast, size, num_layers = self._cluster.is_fast, spec.block_size, spec.num_layers
         pages = NoPages(size) if is_fast else KvPages(num_blocks, size, num_layers)
-        return pages, BlockManager(num_blocks, size, spec.enable_prefix_cache, all_layers(pages.num_layers))
+        groups = all_layers(pages.num_layers)
+        if spec.tier_blocks:
+            pages.add_tier(spec.tier_blocks)
+            return pages, TieredBlocks(num_blocks, size, spec.enable_prefix_cache, groups, num_slots=spec.tier_blocks)
+        return pages, BlockManager(num_blocks, size, spec.enable_prefix_cache, groups)
 
     # What others learn of it
 
@@ -338,6 +355,7 @@ class SimulatedWorker:
             dtype="bfloat16",
             protocol=spoken(),
             prefix_format="bfloat16" if spec.enable_prefix_cache else "",
+            num_tier_blocks=spec.tier_blocks,
         )
 
 

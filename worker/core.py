@@ -131,7 +131,9 @@ class Core:
             fail=self._fail,
             overlaps=overlaps,
         )
-        self.tier = None if not isinstance(blocks, TieredBlocks) else self._tier_of(blocks, handoff_context)
+        self.tier: TierMoves | None = None
+        if isinstance(blocks, TieredBlocks) and blocks.tier.num_total:
+            self.tier = self._tier_of(blocks, handoff_context)
 
     def _tier_of(self, blocks: TieredBlocks, context: HandoffContext) -> TierMoves:
         steps = self._steps

@@ -19,7 +19,9 @@ from cluster.settings import WorkerSettings
 from cluster.text import format_bytes
 from cluster.transports import shares_pages
 from engine.cpu_runtime import compute_with, end_helpers, keep_freed_memory, return_freed_memory
+from engine.kv.block_manager import BlockManager
 from engine.kv.pool import choose_page_copies, choose_pool_copies
+from engine.kv.tiered_blocks import TieredBlocks
 from engine.memory import (
     Activations,
     MemoryDemand,
@@ -138,6 +140,12 @@ def _experts_line(experts: ExpertsConfig | None, rebalance_tokens: int) -> tuple
         return ("experts: each sliced over all ranks",)
     how = f"anew by load every {rebalance_tokens} tokens" if rebalance_tokens else "once"
     return (f"experts: {experts.num_experts} in {experts.num_groups} groups of ranks, placed {how}",)
+
+
+def make_blocks(plan: MemoryPlan, enable_prefix_cache: bool) -> BlockManager:
+    """The books of a worker's KV pool, and of the host memory below it if there is any."""
+    pool = plan.num_blocks, plan.block_size, enable_prefix_cache, plan.groups
+    return TieredBlocks(*pool, num_slots=plan.num_host_blocks) if plan.num_host_blocks else BlockManager(*pool)
 
 
 def make_transfer_engine(

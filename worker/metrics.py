@@ -9,7 +9,7 @@ import logging
 import queue
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TypeVar
 
@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from cluster.metrics import Metric, render_reference
 from cluster.metrics_page import MetricsPage, serve_beside
 from cluster.tls import InternalTls
+from engine.kv.tiered_blocks import TierCounts
 from engine.models.experts import ExpertLoad
 from kv_transfer.transfer_engine import TransferEngine
 from worker import step_meter
@@ -30,6 +31,7 @@ from worker.handoff_metrics import HANDOFF_METRICS, HandoffMetrics
 from worker.peaks import Peak, PeakOnDemand, measure_cpu, overridden, peak_of_gpu
 from worker.resolved import Resolved
 from worker.step_meter import StepMeter
+from worker.tier_moves import TierMoves
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +82,37 @@ PREEMPTIONS = Metric(
     "counter",
     "Sequences that gave up their KV blocks to others, to be computed again: with many of them the pool is too small.",
 )
-METRICS = (*HANDOFF_METRICS, HANDOFFS, PAIRS, SLOTS, QUARANTINED, BLOCKS, PREEMPTIONS)
+TIER_STATES = ("free", "moving", "kept")
+TIER_BLOCKS = Metric(
+    "baton_kv_tier_blocks",
+    "gauge",
+    "Blocks in host memory below the KV pool: free, on their way there, and kept.",
+    (("state", TIER_STATES),),
+)
+TIER_EVENTS = tuple(field.name for field in fields(TierCounts))
+TIER_EVENTS_TOTAL = Metric(
+    "baton_kv_tier_events_total",
+    "counter",
+    "Blocks by what became of them. saved: copied to host memory; loaded: copied back, so that nobody computed their "
+    "tokens; given_up: left host memory for others; unsaved: evicted from the pool before they were copied; failed: "
+    "whose copy failed; declined: found in host memory, and computed because that was quicker.",
+    (("event", TIER_EVENTS),),
+)
+TIER_BYTES = Metric(
+    "baton_kv_tier_bytes_total",
+    "counter",
+    "Bytes of all ranks that were copied between the KV pool and host memory.",
+    (("direction", ("save", "load")),),
+)
+TIER_LOAD_SECONDS = Metric(
+    "baton_kv_tier_load_seconds_total",
+    "counter",
+    "Seconds that loads from host memory took, from when each was set off.",
+)
+METRICS = (
+    *(*HANDOFF_METRICS, HANDOFFS, PAIRS, SLOTS, QUARANTINED, BLOCKS, PREEMPTIONS),
+    *(TIER_BLOCKS, TIER_EVENTS_TOTAL, TIER_BYTES, TIER_LOAD_SECONDS),
+)
 
 
 @dataclass(frozen=True)
@@ -93,6 +125,28 @@ class HeldResources:
     blocks: Mapping[str, int]
     num_preemptions: int
     """Since the worker's start."""
+    tier: TierUse | None = None
+    """None without host memory below the pool."""
+
+
+@dataclass(frozen=True)
+class TierUse:
+    """The host memory below a pool, and what has gone to and fro since the start."""
+
+    blocks: Mapping[str, int]
+    """By state."""
+    counts: TierCounts
+    save_bytes: int
+    load_bytes: int
+    load_s: float
+
+    @classmethod
+    def of(cls, moves: TierMoves | None) -> TierUse | None:
+        if moves is None:
+            return None
+        tier, counts = moves.blocks.tier, replace(moves.blocks.counts)
+        states = {"free": tier.num_free, "moving": tier.num_moving, "kept": len(tier)}
+        return cls(states, counts, moves.save_bytes, moves.load_bytes, moves.load_s)
 
 
 def held_by(core: Core) -> HeldResources:
@@ -104,6 +158,7 @@ def held_by(core: Core) -> HeldResources:
         landing_slots=core.decode.count_slots() | {"quarantined": quarantined(is_sender=False)},
         blocks={"free": blocks.num_free, "held": blocks.num_held, "cached": blocks.num_cached},
         num_preemptions=core.decode.num_preemptions,
+        tier=TierUse.of(core.tier),
     )
 
 
@@ -137,6 +192,15 @@ class HeldCollector(Collector):
         yield _gauge(SLOTS, sending + receiving)
         yield _gauge(BLOCKS, [((state,), held.blocks.get(state, 0)) for state in BLOCK_STATES])
         yield CounterMetricFamily(PREEMPTIONS.name, PREEMPTIONS.doc, value=held.num_preemptions)
+        if held.tier is not None:
+            yield from _tier_families(held.tier)
+
+
+def _tier_families(tier: TierUse) -> Iterator[MetricFamily]:
+    yield _gauge(TIER_BLOCKS, [((state,), tier.blocks[state]) for state in TIER_STATES])
+    yield _counter(TIER_EVENTS_TOTAL, [((event,), getattr(tier.counts, event)) for event in TIER_EVENTS])
+    yield _counter(TIER_BYTES, [(("save",), tier.save_bytes), (("load",), tier.load_bytes)])
+    yield CounterMetricFamily(TIER_LOAD_SECONDS.name, TIER_LOAD_SECONDS.doc, value=tier.load_s)
 
 
 def serve_metrics(
@@ -211,6 +275,13 @@ def ask(post: Callable[[Callable[[], None]], None], question: Callable[[], T]) -
 
 def _gauge(metric: Metric, series: Iterable[tuple[tuple[str, ...], int]]) -> GaugeMetricFamily:
     family = GaugeMetricFamily(metric.name, metric.doc, labels=metric.label_names)
+    for labels, value in series:
+        family.add_metric(labels, value)
+    return family
+
+
+def _counter(metric: Metric, series: Iterable[tuple[tuple[str, ...], int]]) -> CounterMetricFamily:
+    family = CounterMetricFamily(metric.name, metric.doc, labels=metric.label_names)
     for labels, value in series:
         family.add_metric(labels, value)
     return family

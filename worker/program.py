@@ -30,8 +30,6 @@ from cluster.protocol import check_protocol, spoken
 from cluster.settings import WorkerSettings
 from cluster.text import ROLE_NUMBERS
 from cluster.tls import internal_tls_of
-from engine.kv.block_manager import BlockManager
-from engine.kv.tiered_blocks import TieredBlocks
 from engine.memory import MemoryPlan
 from engine.sampling.constraint import Constrainer
 from engine.step_input import StepInput
@@ -48,6 +46,7 @@ from worker.loading import (
     check_memory,
     group_start,
     load_rank,
+    make_blocks,
     overlaps_steps,
     rank_hello,
     ready_for_steps,
@@ -238,7 +237,7 @@ class Leader(_Rank):
         return Core(
             inbox,
             ranks,
-            _make_blocks(plan, settings.engine.enable_prefix_cache),
+            make_blocks(plan, settings.engine.enable_prefix_cache),
             context,
             dial,
             settings,
@@ -283,6 +282,7 @@ class Leader(_Rank):
             crash_record=self._crash_record.path,
             protocol=spoken(),
             prefix_format=self._prefix_format(),
+            num_tier_blocks=plan.num_host_blocks // len(plan.groups),
         )
 
     def _prefix_format(self) -> str:
@@ -394,12 +394,6 @@ class Follower(_Rank):
                 write_frame(self._sock, reply)
         except OSError as broken:
             self._end(Unavailable(f"rank 0 is gone: {broken}"))
-
-
-def _make_blocks(plan: MemoryPlan, enable_prefix_cache: bool) -> BlockManager:
-    if not plan.num_host_blocks:
-        return BlockManager(plan.num_blocks, plan.block_size, enable_prefix_cache, plan.groups)
-    return TieredBlocks(plan.num_blocks, plan.block_size, groups=plan.groups, num_slots=plan.num_host_blocks)
 
 
 def _timing_of(settings: WorkerSettings) -> FailureTimeouts:

@@ -36,7 +36,7 @@ class TierMoves:
         cost: Callable[[], StepCost | None],
     ) -> None:
         """`cost`: of steps, None before it is known."""
-        self._blocks = blocks
+        self.blocks = blocks
         self._issue = issue
         self._clock = clock
         self._num_ended_steps = num_ended_steps
@@ -49,7 +49,7 @@ class TierMoves:
 
     def issue(self) -> None:
         """Sets off what is to be moved now."""
-        for move in self._blocks.take_moves():
+        for move in self.blocks.take_moves():
             command = rank_pb2.BlockMove(
                 blocks=move.blocks, slots=move.slots, is_load=move.is_load, after_step=self._num_ended_steps()
             )
@@ -67,7 +67,7 @@ class TierMoves:
         return False
 
     def _moved(self, move: BlockMove, begun_at: float, error: str, kind: ErrorKind, size_bytes: int) -> None:
-        self._blocks.moved(move, error)
+        self.blocks.moved(move, error)
         if error:
             what = "loaded from" if move.is_load else "saved to"
             logger.warning("%d KV blocks were not %s host memory: %s", len(move.blocks), what, error)

@@ -73,13 +73,13 @@ class TieredBlocks(BlockManager):
         num_ahead: int | None = None,
         is_quicker: IsQuicker = lambda num_blocks, num_tokens, num_before: True,
     ) -> None:
-        """`num_ahead`: blocks that are to be free or saved, so that prompts which need as many at once evict none that is
-        lost; None: half of the pool."""
+        """`num_ahead`: blocks that are to be free or saved, so that a prompt which needs as many at once evicts none
+        that are lost; None: half of the pool. Never more than the tier holds."""
         super().__init__(num_blocks, block_size, enable_prefix_cache, groups)
         self.tier = KvTier(num_slots)
         self.is_quicker = is_quicker
         self.counts = TierCounts()
-        self._num_ahead = -(-num_blocks // 2) if num_ahead is None else num_ahead
+        self._num_ahead = min(num_slots, -(-num_blocks // 2) if num_ahead is None else num_ahead)
         self._saving: dict[int, int] = {}
         """Blocks that are being copied down and have not been evicted since, with the slots that they go to."""
         self._arriving: dict[int, TierKey] = {}
@@ -196,10 +196,9 @@ class TieredBlocks(BlockManager):
         unsaved: dict[int, TierKey] = {}
         for block in islice(self._cached, num_looked_at):
             key = self._group_of[block], self._digests[block]
-            if block not in self._saving and key not in self.tier:
+            self.tier.touch(key)  # else what is saved now might take the place of what was saved before
+            if block not in self._saving and key not in self.tier and len(unsaved) < MOST_BLOCKS:
                 unsaved[block] = key
-                if len(unsaved) == MOST_BLOCKS:
-                    break
         slots, lost = self.tier.take(len(unsaved))
         self._forget(lost)
         if not slots:  # all is saved, until a part of it has been taken
@@ -252,7 +251,7 @@ class TieredBlocks(BlockManager):
             self._saving.pop(block, None)
             key = self._group_of[block], self._digests[block]
             self.tier.touch(key)
-            self.counts.unsaved += key not in self.tier
+            self.counts.unsaved += key not in self.tier and self.tier.num_total > 0
         super()._evict(num_blocks)
 
     def _report_stored(self, digests: Collection[bytes]) -> None:

@@ -299,7 +299,8 @@ class WorkerClient:
         check_protocol(f"worker {self.worker_id}", info.protocol, "this router")
         self.info, self.refusal, self.weights_revision = info, "", info.weights_revision
         self._forget_cache()
-        self.prefix_index = PrefixIndex(info.block_size, info.num_blocks, self._holders, self.worker_id)
+        num_blocks = info.num_blocks + info.num_tier_blocks
+        self.prefix_index = PrefixIndex(info.block_size, num_blocks, self._holders, self.worker_id)
         self.state = READY
         self.is_suspect = False
         self.on_change(self)

@@ -1,0 +1,111 @@
+"""KV in host memory: prompts that have left the pool are loaded again, and every output is what it is without it."""
+
+from __future__ import annotations
+
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import VOCAB_SIZE, make_checkpoint
+from cluster_fixture import BUNDLED_MODEL, PREFILL, PlainCluster, Stream, single_process, token_spec
+from engine_steps import make_runner
+from prometheus_client.parser import text_string_to_metric_families
+from reference_engine import Engine
+from workers import Worker, hand_off, merged, running, sampling
+
+from engine.kv.block_manager import BlockManager
+from engine.sampling.params import SamplingParams
+
+POOL = 1024
+BLOCK_BYTES = 16 * 4 * 2 * 4 * 32 * 4  # tokens, layers, k and v, heads, head_dim, float32
+NUM_PROMPTS = 6
+NUM_TOKENS = 12
+
+
+def prompt_of(number: int, length: int = 400, vocab_size: int = 1000) -> list[int]:
+    return [(number * 131 + i * 37) % (vocab_size - 5) + 5 for i in range(length)]
+
+
+def tier_of(address: str) -> Mapping[str, float]:
+    """What a worker's page says of the blocks in its host memory, by event."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+    return {s.labels["event"]: s.value for f in families for s in f.samples if s.name == "baton_kv_tier_events_total"}
+
+
+@pytest.mark.timeout(180)
+def test_prompts_that_come_back_are_loaded_and_their_outputs_are_the_same(tmp_path: Path) -> None:
+    prompts = [prompt_of(number) for number in range(NUM_PROMPTS)]
+    greedy = SamplingParams(temperature=0.0, max_output_tokens=NUM_TOKENS)
+    expected = [completions[0].token_ids for completions in single_process(prompts, [greedy] * len(prompts))]
+    more = {"kv_cache_tokens": POOL, "max_model_len": 512, "kv_host_bytes": 400 * BLOCK_BYTES}
+    with PlainCluster(BUNDLED_MODEL, tmp_path, **more) as cluster:
+        cached = []
+        for _ in range(3):
+            for number in range(NUM_PROMPTS):
+                stream = Stream(cluster, token_spec(prompts[number], NUM_TOKENS), name=str(number))
+                events = stream.result()
+                assert tuple(stream.token_ids()) == expected[number]
+                cached.append(next(e.completed.usage.cached_tokens for e in events if e.HasField("completed")))
+        assert cached[:NUM_PROMPTS] == [0] * NUM_PROMPTS
+        assert min(cached[NUM_PROMPTS:]) >= 384, "all but the last block of each prompt was found"
+
+
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama": ({}, {"kv_cache_dtype": "int8"}),
+    "gemma3": ({"sliding_window": 24}, {}),
+    "deepseek-v3": ({}, {}),
+    "qwen3-next": ({"num_key_value_heads": 1, "head_dim": 64}, {}),
+}
+OTHERS = ("llama", "deepseek-v3")
+"""By kind of KV, options of the model and of its workers: rounded, with windows, latents, recurrent states. `make
+families` runs the others."""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.battery] * (kind in OTHERS)) for kind in KINDS])
+def test_every_kind_of_kv_comes_back_on_two_ranks(kind: str, tmp_path: Path) -> None:
+    options, settings = KINDS[kind]
+    make_checkpoint(kind, tmp_path, **options)
+    block_size = 32 if kind == "qwen3-next" else 16
+    runner = make_runner(
+        tmp_path,
+        num_blocks=256,
+        block_size=block_size,
+        attention="cpu",
+        kv_cache_dtype=settings.get("kv_cache_dtype", "auto"),
+    )
+    prompts = [prompt_of(number, 300, VOCAB_SIZE) for number in range(5)]
+    params = SamplingParams(max_output_tokens=NUM_TOKENS, temperature=0.0)
+    expected = []
+    for prompt in prompts:
+        blocks = BlockManager(256, block_size, groups=runner.config.kv_groups)
+        ((completion,),) = Engine(runner, blocks, VOCAB_SIZE, 96).generate([prompt], [params])
+        expected.append(completion.token_ids)
+    common = {
+        "model_path": str(tmp_path),
+        "block_size": block_size,
+        "kv_cache_tokens": 640,
+        "max_model_len": 512,
+        "max_num_batched_tokens": 96,
+        "transport": "shm",
+        **settings,
+    }
+    host = {"tp_size": 2, "kv_host_bytes": 64 << 20, "metrics_port": 0}
+    prefill = Worker(worker_id=PREFILL, role="prefill", **host, **common)
+    decode = Worker(worker_id="decode-0", role="decode", **common)
+    how = sampling(max_output_tokens=NUM_TOKENS, temperature=0.0, seed=7, n=1)
+    with running(prefill, decode):
+        for turn in range(3):
+            for number, prompt in enumerate(prompts):
+                key = hand_off(f"{turn} {number}", prompt, prefill, decode, how)
+                decode.wait_for(lambda key=key: decode.outputs[key].finished or decode.outputs[key].failed is not None)
+                prefill.wait_for(lambda key=key: prefill.outputs[key].tokens)
+                tokens = merged(key, prefill, decode).tokens[0]
+                assert tuple(tokens[at] for at in range(len(tokens))) == expected[number], (turn, number)
+            for worker in (prefill, decode):
+                worker.wait_idle()
+        tier = tier_of(prefill.info.metrics_address)
+        assert tier["loaded"] >= 2 * len(prompts) and tier["failed"] == 0, tier
