@@ -108,13 +108,10 @@ class TransferEngine:
         self._kv = kv
         self._layout = layout
         self._tp_rank = tp_rank
-        self._timeout_s = timeout_s
-        self._host = host
-        self._digest = digest
-        self._faults = faults
+        self._timeout_s, self._host = timeout_s, host
+        self._digest, self._faults = digest, faults
         self._page_kernel, self._pool_kernel = page_kernel, pool_kernel
-        self._memory = memory
-        self._wire = wire
+        self._memory, self._wire = memory, wire
         self._stores = StoreClients(timeout_s)
         is_default = kv.is_cuda and compute_stream is None
         compute: Any = torch.cuda.default_stream(kv.device) if is_default else compute_stream

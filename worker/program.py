@@ -287,8 +287,7 @@ class Leader(_Rank):
 
     def _prefix_format(self) -> str:
         """The type of the KV cache; empty where a prefix would not travel as it is, or is not kept."""
-        settings = self._settings
-        is_exact = settings.transfer.wire_format == "native" and settings.engine.enable_prefix_cache
+        is_exact = self._settings.transfer.wire_format == "native" and self._settings.engine.enable_prefix_cache
         return self._resolved.layout.dtype if is_exact else ""
 
     def _run_engine(self) -> None:
