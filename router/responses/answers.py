@@ -226,6 +226,8 @@ class ToldEvents:
     num_events: int = 0
     position: int = 0
     """Characters that were read, each begin and each end of a call counted as one."""
+    num_here: int = 0
+    """Events that were told at that place, beside pieces of text."""
 
 
 StreamedEvent: TypeAlias = (

@@ -19,6 +19,7 @@ from router.api.violations import Violations, invalid
 from router.openai import specs
 from router.openai.bodies import ChatBody
 from router.openai.completions import Form
+from router.openai.errors import RESUME_NAMES
 from router.openai.http import checked
 from router.openai.logprobs import TokenBytes, chat_logprobs
 from router.responses.answers import ResponseAnswer, ToldEvents
@@ -32,7 +33,7 @@ from router.responses.bodies import (
     ResponseBody,
     Tool,
 )
-from router.responses.events import ResponseEvents
+from router.responses.events import ResponseEvents, ResponsePosition
 from router.responses.items import Item, ItemReference, is_reference, messages_of, name_in, read_items
 from router.responses.store import (
     NO_CONVERSATION,
@@ -52,6 +53,7 @@ NAMES: Mapping[str, str] = {
     "json_schema": "text.format.schema",
     "json_object": "text.format",
     "session_id": "session_id",
+    **RESUME_NAMES,
 }
 """This client's names for fields of the .proto, as `router.openai.errors.failure_of` takes them."""
 
@@ -76,6 +78,8 @@ class ResponseCall:
     form: Form
     answer: ResponseAnswer
     """The response before it has begun."""
+    position: ResponsePosition | None = None
+    """Of a stream that may be resumed."""
     kept_turns: list[TurnTokens] = field(default_factory=list)
     """The tokens of its turn, as the last one, once it is over and if they are to be kept."""
 
@@ -98,6 +102,12 @@ class ResponseCall:
             bool(self.body.background),
         )
         return replace(response, **fields)
+
+    def resumed_at(self, position: ResponsePosition) -> ResponseCall:
+        """The call as one whose stream may be resumed, or goes on there."""
+        self.spec.resume.generation_id = position.generation_id
+        self.answer["created_at"] = position.created_at
+        return replace(self, position=position)
 
     def events(self, told: ToldEvents | None = None) -> ResponseEvents:
         """`told` as `ResponseEvents` has it."""
@@ -129,8 +139,10 @@ class ResponseReader:
         self._tokenize = tokenize
         self._token_bytes = token_bytes
 
-    async def read(self, body: ResponseBody, call: Call, request_id: str) -> ResponseCall:
-        """Raises InvalidRequest, NotServed or NotFound, and StoreAway."""
+    async def read(
+        self, body: ResponseBody, call: Call, request_id: str, position: ResponsePosition | None = None
+    ) -> ResponseCall:
+        """`position`: of a stream that may be resumed. Raises InvalidRequest, NotServed or NotFound, and StoreAway."""
         _check(body)
         if self._store is None:
             for field in ("previous_response_id", "background", "store"):
@@ -139,12 +151,14 @@ class ResponseReader:
                     raise NotServed(f"{field}: {why}; leave it out", violations=(FieldViolation(field, why),))
         if body.background and body.store is False:
             raise invalid((FieldViolation("store", "must not be false in the background: the response is read later"),))
-        response_id, tenant = new_response_id(), call.principal.tenant
+        response_id = new_response_id() if position is None else position.response_id
+        tenant = call.principal.tenant
         before = await self._conversation(body, tenant)
         given = body.input
         found = await self._find_references([] if isinstance(given, str) else given, tenant)
         items = read_items(given, response_id, before.items, lambda item: found.get(str(item.get("id"))))
-        return await self._made(body, response_id, before, items, call, request_id)
+        made = await self._made(body, response_id, before, items, call, request_id)
+        return made if position is None else made.resumed_at(position)
 
     async def read_again(self, response_id: str, given: Mapping[str, Any], call: Call) -> ResponseCall:
         """The call of a response that is kept; `given` as `ResponseCall.given` was."""

@@ -9,15 +9,19 @@
 An item is told as done once it is whole. A call that was cut off never is: it is not in the response, so that nobody
 carries it out.
 
-A response that another router goes on with is fed from its begin once more. `told` says how far its events went: what
-was told then changes the state and is not told again, however differently the text is cut now.
+A response that another router goes on with, or a client whose stream broke, is fed from its begin once more. `told`
+says how far its events went: what was told then changes the state and is not told again, however differently the text
+is cut now.
 """
 
 from __future__ import annotations
 
+import re
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any, Literal, cast
 
 from cluster.pb import generation_pb2 as pb
@@ -40,12 +44,44 @@ from router.responses.answers import (
     ResponseUsage,
     ToldEvents,
 )
-from router.responses.items import encode_reasoning, item_id, name_in
+from router.responses.items import RESPONSE, encode_reasoning, item_id, name_in
 
 Kind = Literal["message", "reasoning", "function_call"]
-_MOST_BEFORE_START = 2
-"""Events before `response.in_progress`, at most."""
+_AT_BEGIN = ("response.created", "response.queued", "response.in_progress")
+_POSITION = re.compile(r"(gen-[0-9a-f]{24})\.([0-9a-f]{48})\.(\d{1,12})\.(\d{1,9})\.(\d{1,9})\.(\d{1,9})", re.ASCII)
 NameTokens = Callable[[Sequence[pb.TokenLogprob]], list[ChatToken]]
+
+
+@dataclass(frozen=True)
+class ResponsePosition:
+    """How far a client has come with the stream of a response that it waits for: what the id of an event says."""
+
+    secret: str
+    """The response's id is its digest, so that who names a response as theirs has begun it."""
+    created_at: int
+    generation_id: str = ""
+    """Empty: it has not begun."""
+    told: ToldEvents = field(default_factory=ToldEvents)
+
+    @property
+    def response_id(self) -> str:
+        return RESPONSE + sha256(self.secret.encode()).hexdigest()[:48]
+
+    def __str__(self) -> str:
+        told = self.told
+        return f"{self.generation_id}.{self.secret}.{self.created_at}.{told.num_events}.{told.position}.{told.num_here}"
+
+    @classmethod
+    def new(cls) -> ResponsePosition:
+        return cls(secrets.token_hex(24), int(time.time()))
+
+    @classmethod
+    def parse(cls, text: str) -> ResponsePosition | None:
+        """None for what is no such id."""
+        found = _POSITION.fullmatch(text)
+        if found is None:
+            return None
+        return cls(found[2], int(found[3]), found[1], ToldEvents(*map(int, found.groups()[3:])))
 
 
 @dataclass
@@ -127,12 +163,15 @@ class ResponseEvents:
         """By the name of a function that is in one: it, and the function's name there."""
         self._told = told or ToldEvents()
         self._num_events = self._told.num_events
-        self._position = 0
+        self._position = self._num_here = 0
         self._open: _OpenItem | None = None
         self._unnamed: list[ChatToken] = []
         """Logprobs of tokens whose text has not come yet."""
         self._end = pb.FINISH_REASON_STOP
         self._events: list[Event] = []
+        self._marks: list[ToldEvents] = []
+        self.marks: list[ToldEvents] = []
+        """How far each of the events goes that were returned last."""
 
     @property
     def told(self) -> ToldEvents:
@@ -153,7 +192,7 @@ class ResponseEvents:
                 self.answer["status"] = "in_progress"
                 if not self._num_events:
                     self._tell_response("response.created", "in_progress")
-                if self._num_events <= _MOST_BEFORE_START:
+                if self._num_events <= (2 if self.answer["background"] else 1):
                     self._tell_response("response.in_progress", "in_progress")
             case "delta":
                 self._read(event.delta)
@@ -181,11 +220,13 @@ class ResponseEvents:
         answer["error"] = cast("ResponseFailure", {"code": code, "message": failure.body["error"]["message"]})
         if "timing" in failure.body:
             answer["timing"] = failure.body["timing"]
+        self._told = ToldEvents()
         self._tell_response("response.failed", "failed")
         return self._taken()[-1]
 
     def _taken(self) -> list[Event]:
         events, self._events = self._events, []
+        self.marks, self._marks = self._marks, []
         return events
 
     def _read(self, delta: pb.SequenceDelta) -> None:
@@ -267,7 +308,8 @@ class ResponseEvents:
         self._tell("response.output_item.done", output_index=item.index, item=done)
 
     def _complete(self, over: pb.Completed | pb.GenerateResponse) -> None:
-        self._told = ToldEvents()  # an end is not told twice
+        if self._position < self._told.position:
+            self._told = ToldEvents()  # an end is told, whatever came before it
         reason = _INCOMPLETE.get(self._end)
         if self._open is None and not self.answer["output"]:
             self._begin("message")
@@ -288,21 +330,25 @@ class ResponseEvents:
     def _advance(self, text: str, num_more: int = 0) -> str:
         """Goes on by this text, or so many steps without any. Returns what of the text is told now."""
         num_told = min(max(0, self._told.position - self._position), len(text))
-        self._position += len(text) + num_more
+        if text or num_more:
+            self._position += len(text) + num_more
+            self._num_here = 0
         return text[num_told:]
 
     def _tell_response(self, kind: str, status: ResponseStatus) -> None:
         self.answer["status"] = status
-        self._told = ToldEvents()
         self._tell(kind, response={**self.answer, "output": list(self.answer["output"])})
 
     def _piece(self, item: _OpenItem, kind: str, **fields: Any) -> None:
         self._tell(kind, item_id=item.item_id, output_index=item.index, **fields)
 
     def _tell(self, kind: str, **fields: Any) -> None:
-        if self._position >= self._told.position:
+        is_counted = kind not in _AT_BEGIN and not kind.endswith(".delta")  # whether the others are told is known here
+        self._num_here += is_counted
+        if not is_counted or (self._position, self._num_here) > (self._told.position, self._told.num_here):
             self._events.append({"type": kind, "sequence_number": self._num_events, **fields})
             self._num_events += 1
+            self._marks.append(ToldEvents(self._num_events, self._position, self._num_here))
 
 
 _INCOMPLETE: dict[int, Incomplete] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -18,7 +19,16 @@ from router.api.call import Call, ClientStalled
 from router.api.violations import invalid
 from router.openai.errors import HttpFailure, failure_of, timing_headers
 from router.openai.files import page_answer
-from router.openai.generating import CompletionEvents, Generate, GenerateStream, StreamedAnswer, run_last, together
+from router.openai.generating import (
+    CompletionEvents,
+    Generate,
+    GenerateStream,
+    StreamedAnswer,
+    resumption,
+    run_last,
+    together,
+    unknown_event,
+)
 from router.openai.http import (
     CALLS,
     GENERATES,
@@ -30,10 +40,11 @@ from router.openai.http import (
     log,
     parse,
 )
-from router.responses.answers import DeletedResponse, Event, ItemPage, ResponseAnswer, StreamedEvent
+from router.responses.answers import DeletedResponse, Event, ItemPage, ResponseAnswer, StreamedEvent, ToldEvents
 from router.responses.background import BackgroundRuns
 from router.responses.bodies import ItemsQuery, ResponseBody, ResponseQuery
 from router.responses.call import NAMES, ResponseCall, ResponseReader
+from router.responses.events import ResponsePosition
 from router.responses.store import KeptResponse, ResponseStore
 
 _RETRY_AFTER_S = 1.0
@@ -108,7 +119,8 @@ class ResponseRoutes:
         body = await self._reception.read(request, lambda data: parse(data, ResponseBody))
         call = self._reception.call(request)  # the key may have been revoked meanwhile
         request_id: str = request.state.request_id
-        wanted = await self._reader.read(body, call, request_id)
+        position = None if body.background else _position(request.headers, is_streaming=bool(body.stream))
+        wanted = await self._reader.read(body, call, request_id, position)
         if body.background and self._runs is not None:
             answer = await self._runs.start(wanted, call)
             return self._streamed(answer["id"], 0, call, request_id) if body.stream else JSONResponse(answer)
@@ -143,11 +155,14 @@ class ResponseRoutes:
         return StreamedAnswer([wanted.spec], events, generate, wanted.generating(call), request_id)
 
     async def _keep(self, wanted: ResponseCall, answer: ResponseAnswer, call: Call) -> None:
-        """Keeps a response that is over, before its client is told of that. It is answered where it cannot be kept,
-        too, and says so."""
+        """Keeps a response that is over, before its client is told of that, unless one whose stream broke was kept
+        already. It is answered where it cannot be kept, too, and says so."""
         if not answer["store"] or self._store is None:
             return
+        is_resumed = wanted.position is not None and bool(wanted.position.generation_id)
         try:
+            if is_resumed and await self._store.is_kept(call.principal.tenant, wanted.response_id):
+                return
             response = wanted.stored(call.principal, status=answer["status"])
             await self._store.add(response, wanted.given, answer, *wanted.kept_turns[-1:])
         except (StoreAway, HttpFailure) as error:
@@ -230,31 +245,55 @@ class ResponseRoutes:
         return call, await self._store.find(call.principal.tenant, request.path_params["response_id"])
 
 
+def _position(headers: Mapping[str, str], *, is_streaming: bool) -> ResponsePosition | None:
+    """Where a stream is that may be resumed; None: this one may not. Raises InvalidRequest or NotFound."""
+    may_resume, last = resumption(headers, is_streaming=is_streaming)
+    if not may_resume:
+        return None
+    position = ResponsePosition.new() if last is None else ResponsePosition.parse(last)
+    if position is None:
+        raise unknown_event(str(last))
+    return position
+
+
 class _GeneratedEvents:
-    """The events of a response that its client waits for, as `generating.Events`. The last ones wait until it is
+    """The events of a response that its client waits for, as `generating.Events`. The last one waits until it is
     kept."""
 
-    keep_alive, last, event_id = CompletionEvents.keep_alive, CompletionEvents.last, ""
+    keep_alive, last = CompletionEvents.keep_alive, CompletionEvents.last
 
     def __init__(self, wanted: ResponseCall) -> None:
-        self._events = wanted.events()
-        self._held: list[Event] = []
+        self._position = wanted.position
+        self._events = wanted.events(None if wanted.position is None else wanted.position.told)
+        self._held: list[tuple[Event, ToldEvents]] = []
         self._has_begun = False
+
+    @property
+    def event_id(self) -> str:
+        return "" if self._position is None else str(self._position)
 
     @property
     def answer(self) -> ResponseAnswer:
         return self._events.answer
 
     def of(self, event: pb.GenerateStreamResponse, prompt: int) -> Iterable[Mapping[str, Any]]:
-        events = self._events.of(event)
+        if self._position is not None and event.HasField("started"):
+            self._position = replace(self._position, generation_id=event.started.generation_id)
+        events = list(zip(self._events.of(event), self._events.marks, strict=True))
         self._has_begun = self._has_begun or bool(events)
         if event.HasField("completed"):
             self._held, events = events[-1:], events[:-1]
-        return events
+        yield from self._told(events)
 
     def end(self) -> Iterable[Mapping[str, Any]]:
-        for event in self._held:
+        for event, _ in self._held:
             event["response"]["store"] = self.answer["store"]
+        yield from self._told(self._held)
+
+    def _told(self, events: Iterable[tuple[Event, ToldEvents]]) -> Iterable[Event]:
+        for event, mark in events:
+            if self._position is not None:
+                self._position = replace(self._position, told=mark)
             yield event
 
     def failure(self, error: BatonError) -> HttpFailure:

@@ -147,6 +147,9 @@ class ResponseStore:
                 raise HttpFailure(429, "too_many_responses", f"{what}; wait, or delete some")
         return KeptResponse(record, response)
 
+    async def is_kept(self, tenant: str, response_id: str) -> bool:
+        return await self._store.find(KIND, tenant, response_id) is not None
+
     async def find(self, tenant: str, response_id: str) -> KeptResponse:
         """Raises NotFound, also for another tenant's."""
         record = await self._store.find(KIND, tenant, response_id)

@@ -34,9 +34,11 @@ async def tokenize(request: pb.TokenizeRequest, call: Call) -> pb.TokenizeRespon
 class Generation:
     """What all routers compute: TEXT, in deltas of `size` characters, up to character `until` for now."""
 
-    def __init__(self, size: int = 7, until: int = len(TEXT)) -> None:
+    def __init__(self, size: int = 7, until: int = len(TEXT), parts: list[pb.OutputPart] | None = None) -> None:
+        """`parts`: instead of the text; `until` counts them then."""
         self.size = size
         self.until = until
+        self.parts = parts
         self.calls: list[pb.GenerationSpec] = []
         self.cancelled: list[str] = []
         self.is_known = True
@@ -52,12 +54,14 @@ class Generation:
             raise self.failure
         call.opened(GENERATION_ID)
         await call.write(pb.GenerateStreamResponse(started=pb.Started(generation_id=GENERATION_ID)))
-        for begin in range(0, len(TEXT), self.size):
+        for begin in range(0, len(TEXT), self.size) if self.parts is None else range(len(self.parts)):
             if begin >= self.until:
                 await self.go_on.wait()
                 if self.failure is not None:
                     raise self.failure
             delta = pb.SequenceDelta(text=TEXT[begin : begin + self.size])
+            if self.parts is not None:
+                delta = pb.SequenceDelta(text=self.parts[begin].text, parts=[self.parts[begin]])
             await call.write(pb.GenerateStreamResponse(delta=delta))
         await call.write(pb.GenerateStreamResponse(sequence_end=pb.SequenceEnd(finish_reason=pb.FINISH_REASON_STOP)))
         await call.write(pb.GenerateStreamResponse(completed=pb.Completed()))
@@ -65,6 +69,44 @@ class Generation:
     async def cancel(self, request: pb.CancelGenerationRequest, call: Call) -> pb.CancelGenerationResponse:
         self.cancelled += request.generation_ids
         return pb.CancelGenerationResponse()
+
+
+def halved(parts: list[pb.OutputPart]) -> list[pb.OutputPart]:
+    """The same in other pieces."""
+    pieces = []
+    for part in parts:
+        kind, call = part.WhichOneof("part"), part.tool_call
+        text = call.arguments if kind == "tool_call" else getattr(part, str(kind))
+        half = len(text) // 2
+        if kind == "tool_call":
+            pieces.append(piece(call.index, text[:half], call.name))
+            pieces.append(piece(call.index, text[half:], is_whole=call.is_whole))
+        else:
+            pieces += [pb.OutputPart(**{str(kind): each}) for each in (text[:half], text[half:])]
+    return pieces
+
+
+def piece(index: int, arguments: str, name: str = "", *, is_whole: bool = False) -> pb.OutputPart:
+    call_id = f"call_{index}" if name else ""
+    call = pb.ToolCallDelta(index=index, id=call_id, name=name, arguments=arguments, is_whole=is_whole)
+    return pb.OutputPart(tool_call=call)
+
+
+PARTS = [
+    *(pb.OutputPart(reasoning=text) for text in ("Let me ", "think of it. ")),
+    pb.OutputPart(text="So: "),
+    *(piece(0, "", "weather"), piece(0, '{"city": '), piece(0, '"Rome"}', is_whole=True)),
+    *(piece(1, '{"city": "Os', "weather"), piece(1, 'lo"}'), piece(1, "", is_whole=True)),
+]
+
+
+def kinds(events: list[Event]) -> list[str]:
+    return [event["type"] for event in events if not event["type"].endswith(".delta")]
+
+
+def outputs(events: list[Event]) -> list[dict[str, Any]]:
+    """The items at the end, which have other ids in each response."""
+    return [{**item, "id": ""} for item in events[-1]["response"]["output"]]
 
 
 class World:
@@ -162,6 +204,20 @@ async def test_the_next_router_goes_on_where_a_lost_one_was() -> None:
     assert generation.calls[0].resume.generation_id == GENERATION_ID
     assert events[-1]["response"]["output"][0]["content"][0]["text"] == TEXT
     assert events[-1]["response"]["created_at"] == events[0]["response"]["created_at"]
+
+
+@pytest.mark.parametrize("until", [1, 3, 5, 8])
+async def test_the_next_router_goes_on_within_thinking_and_within_a_call(until: int) -> None:
+    """What is told of a call, its begin and its end included, is told once."""
+    world, parts = World(), PARTS
+    runs, response_id = await world.begin(Generation(parts=parts, until=until))
+    first = await world.read(runs, response_id, 0, 4 + until)
+    kill(runs)
+    events = await world.read(world.router(Generation(parts=halved(parts)))[1], response_id)
+    check(events)
+    whole = await world.read(*await world.begin(Generation(parts=parts)))
+    assert events[: len(first)] == first
+    assert kinds(events) == kinds(whole) and outputs(events) == outputs(whole)
 
 
 async def test_what_cannot_go_on_has_failed_and_what_was_not_begun_begins() -> None:

@@ -179,6 +179,25 @@ def test_a_response_goes_on_elsewhere_as_if_nothing_had_happened(seed: int) -> N
     ]
 
 
+def test_a_stream_goes_on_behind_every_event_as_if_it_had_not_broken() -> None:
+    for seed in range(5):
+        chance = random.Random(seed)
+        messages = stream(cut(ANSWER, chance))
+        first, marked = ResponseEvents(head()), list[tuple[Event, ToldEvents]]()
+        for message in messages:
+            marked += zip(first.of(message), first.marks, strict=True)
+        for count, (_, mark) in enumerate(marked, start=1):
+            rest = run(ResponseEvents(head(), told=mark), stream(cut(ANSWER, chance)))
+            events = [*(event for event, _ in marked[:count]), *rest]
+            assert [event["sequence_number"] for event in events] == list(range(len(events)))
+            assert joined(events) == joined([event for event, _ in marked])
+            kinds, expected = (
+                [event["type"] for event in each if not event["type"].endswith(".delta")]
+                for each in (events, [event for event, _ in marked])
+            )
+            assert kinds == expected and content_of(events[-1]["response"]) == content_of(marked[-1][0]["response"])
+
+
 def background(told: ToldEvents | None) -> ResponseEvents:
     answer = head(background=told is not None)
     answer["background"] = True
