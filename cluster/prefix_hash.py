@@ -24,6 +24,7 @@ HASH_BYTES = 16
 _hash = partial(blake2b, digest_size=HASH_BYTES)
 
 
+@lru_cache(1024)
 def key_of(salt: bytes) -> bytes:
     """A hash key of fixed length, whatever the salt's."""
     return blake2b(salt, digest_size=32).digest()
@@ -45,9 +46,10 @@ def block_hashes(
     tokens = _written(token_ids)
     known_bytes = num_known * block_bytes
     hasher = _hash(parent + tokens[:known_bytes], key=key)
+    update, digest = hasher.update, hasher.digest
     for begin in range(known_bytes, len(tokens), block_bytes):
-        hasher.update(tokens[begin : begin + block_bytes])
-        yield hasher.copy().digest()
+        update(tokens[begin : begin + block_bytes])
+        yield digest()
 
 
 def prefix_hashes(token_ids: Sequence[int], block_size: int, salt: bytes) -> Iterator[bytes]:

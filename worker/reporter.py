@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from itertools import islice
 
 from cluster.lifecycle import RequestKey
 from cluster.pb import generation_pb2, worker_pb2
@@ -142,10 +141,11 @@ class Reporter:
 
     def flush(self) -> None:
         """Sends what was gathered."""
-        for session, events in self._gathered.items():
-            session(events)
-        self._gathered.clear()
-        self._tokens.clear()
+        if self._gathered:
+            for session, events in self._gathered.items():
+                session(events)
+            self._gathered.clear()
+            self._tokens.clear()
         self.is_pressing = False
 
 
@@ -193,21 +193,28 @@ class CacheReporter:
 
     def _send(self, session: RouterSession, events: CacheEvents) -> None:
         for part in _parts(events):
-            self._num_sent[session] += 1
-            part.sequence_number = self._num_sent[session]
-            self._reporter.send(session, worker_pb2.Event(cache=part), can_wait=True)
+            event = worker_pb2.Event()
+            cache = event.cache  # filled in its place: a message that is put into another one is copied
+            cache.sequence_number, cache.snapshot = self._next_number(session), part.is_snapshot
+            cache.evicted.extend(part.evicted)
+            cache.stored.extend(part.stored)
+            self._reporter.send(session, event, can_wait=True)
+
+    def _next_number(self, session: RouterSession) -> int:
+        self._num_sent[session] = number = self._num_sent[session] + 1
+        return number
 
 
-def _parts(events: CacheEvents) -> Iterator[worker_pb2.CacheEvents]:
+def _parts(events: CacheEvents) -> Iterator[CacheEvents]:
     """At least one. Evicted before stored: so a listener never has to hold more hashes than the pool has blocks."""
-    evicted, stored, is_snapshot = iter(events.evicted), iter(events.stored), events.is_snapshot
-    while True:
-        part = worker_pb2.CacheEvents(snapshot=is_snapshot, evicted=islice(evicted, MOST_HASHES))
-        part.stored.extend(islice(stored, MOST_HASHES - len(part.evicted)))
-        if not (is_snapshot or part.evicted or part.stored):
-            return
-        yield part
-        is_snapshot = False
+    num_evicted, num_hashes = len(events.evicted), len(events.evicted) + len(events.stored)
+    if num_hashes <= MOST_HASHES:
+        yield events
+        return
+    for first in range(0, num_hashes, MOST_HASHES):
+        last = first + MOST_HASHES
+        stored = events.stored[max(0, first - num_evicted) : max(0, last - num_evicted)]
+        yield CacheEvents(stored, events.evicted[first:last], is_snapshot=events.is_snapshot and not first)
 
 
 def logprob_to_proto(sampled: SampledToken) -> generation_pb2.TokenLogprob:

@@ -79,11 +79,11 @@ class BlockManager:
         return self._refcounts[block]
 
     def can_allocate(self, num_blocks: int) -> bool:
-        return num_blocks <= self.num_available
+        return num_blocks <= len(self._free) + len(self._cached)
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Takes blocks of unspecified content, evicting cached ones once none is free. NoFreeBlocks: none was taken."""
-        if not self.can_allocate(num_blocks):
+        if num_blocks > len(self._free) + len(self._cached):
             raise NoFreeBlocks(
                 f"{num_blocks} KV blocks wanted, but of {self.num_total} only {self.num_free} are free and "
                 f"{self.num_cached} evictable; wait for a request to end or preempt one"
@@ -94,8 +94,9 @@ class BlockManager:
             return []
         blocks = self._free[: -num_blocks - 1 : -1]
         del self._free[-num_blocks:]
+        refcounts = self._refcounts
         for block in blocks:
-            self._refcounts[block] = 1
+            refcounts[block] = 1
         return blocks
 
     def fill(self, block_table: MutableSequence[int], num_rows: int, spans: Sequence[range]) -> None:
@@ -127,18 +128,20 @@ class BlockManager:
             self._released_in_steps[-1].append(list(blocks))
             return
         refcounts, digests, published = self._refcounts, self._digests, self._published
+        free, cached, group_of, known = self._free, self._cached, self._group_of, published[0]
+        has_one = len(published) == 1
         for block in reversed(blocks):
-            refcounts[block] -= 1
-            if refcounts[block] > 0:
+            refcounts[block] = num_owners = refcounts[block] - 1
+            if num_owners > 0:
                 continue
             digest = digests.get(block)
             if digest is None:
-                self._free.append(block)
-            elif published[self._group_of[block]].get(digest) == block:
-                self._cached[block] = None
+                free.append(block)
+            elif (known if has_one else published[group_of[block]]).get(digest) == block:
+                cached[block] = None
             else:
                 del digests[block]
-                self._free.append(block)
+                free.append(block)
 
     def begin_step(self) -> None:
         """A step that reads and writes held blocks has been launched, behind those that run."""
@@ -190,10 +193,10 @@ class BlockManager:
         digests = list(found)
         if self.has_windows:
             del digests[self._num_usable(digests, num_landing) :]
-        firsts = self._first_rows(max(len(digests) * self.block_size, num_landing))
         if everything and len(self.groups) == 1:
             table = [everything[0][digest] for digest in digests]
         else:
+            firsts = self._first_rows(max(len(digests) * self.block_size, num_landing))
             table = [
                 known[digest] if row >= first else -1
                 for row, digest in enumerate(digests)
@@ -244,11 +247,15 @@ class BlockManager:
                 f"{num_full * count} full blocks to publish, but the table has {len(block_table)}"
             )
         start = num_full
-        if count == 1:  # as below, with one look-up for each block
-            while start > 0 and block_table[start - 1] not in self._digests:
+        if count == 1:  # as below, with one look-up for each block, or for all of a new prompt
+            digests = self._digests
+            if start > 0 and not self.has_windows and block_table[0] not in digests:
+                start = 0
+            while start > 0 and block_table[start - 1] not in digests:
                 start -= 1
-        while start > 0 and self._digest_at(block_table, start - 1) is None:
-            start -= 1
+        else:
+            while start > 0 and self._digest_at(block_table, start - 1) is None:
+                start -= 1
         if start == num_full:
             return
         self._require_held(self._there(block_table[start * count : num_full * count]), "publish")
@@ -261,13 +268,13 @@ class BlockManager:
             if parent is None:  # its tokens have left every window
                 parent = prefix_hash.PrefixHashes(token_ids, size, salt).end_of_group(first // prefix_hash.GROUP - 1)
             tokens = token_ids[first * size : end * size]
-            digests = list(prefix_hash.block_hashes(parent, tokens, size, key, start - first))
+            new = list(prefix_hash.block_hashes(parent, tokens, size, key, start - first))
             for place, group in enumerate(self.groups):
                 blocks = block_table[start * count + place : end * count : count]
-                num_cut = max(0, group.first_whole(num_landed, size) - start)
-                new = self._publish_of(place, blocks[num_cut:], digests[num_cut:])
+                num_cut = max(0, group.first_whole(num_landed, size) - start) if self.has_windows else 0
+                found = self._publish_of(place, blocks[num_cut:], new[num_cut:])
                 if place == 0:
-                    stored += new
+                    stored += found
             start = end
         self._report_stored(stored)
 
@@ -279,8 +286,9 @@ class BlockManager:
         if len(self.groups) > 1:
             for block in new.values():
                 self._group_of[block] = place
-        for digest in published.keys() & new.keys():
-            del new[digest]
+        if not published.keys().isdisjoint(new):
+            for digest in published.keys() & new.keys():
+                del new[digest]
         published.update(new)
         return new
 
