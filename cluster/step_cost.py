@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import add
 from typing import Self
 
 from cluster.pb import worker_pb2
@@ -93,7 +94,8 @@ class StepCost:
 
     def filled(self, usual: StepCost) -> StepCost:
         """This cost, with parts never seen here from `usual`: a worker that only decodes knows no prompts."""
-        prompts, sequences = self if self.knows_prompts else usual, self if self.knows_sequences else usual
+        prompts = self if self.prompt_token_s > 0 or self.attended_s > 0 else usual
+        sequences = self if self.sequence_s > 0 or self.kv_token_s > 0 else usual
         if prompts is sequences is self:
             return self
         return StepCost(
@@ -148,23 +150,18 @@ def usual(costs: Sequence[StepCost]) -> StepCost:
 class UsualCost:
     """The `usual` of costs that come and go, without a look at all of them."""
 
-    def __init__(self) -> None:
-        self._num = self._num_prompts = self._num_sequences = 0
-        self._fixed_s = self._prompt_token_s = self._attended_s = 0.0
-        self._fixed_of_sequences_s = self._sequence_s = self._kv_token_s = 0.0
+    def __init__(self, sums: Iterable[float] = (0.0,) * 9) -> None:
+        self._sums = list(sums)
+        """The number of costs and their fixed part; the same of those that know sequences, and their two other parts;
+        the number of those that know prompts, and their two parts."""
 
     def add(self, cost: StepCost, sign: int = 1) -> None:
-        self._num += sign
-        self._fixed_s += sign * cost.fixed_s
-        if cost.knows_prompts:
-            self._num_prompts += sign
-            self._prompt_token_s += sign * cost.prompt_token_s
-            self._attended_s += sign * cost.attended_s
+        parts = [1.0, cost.fixed_s] + [0.0] * 7
         if cost.knows_sequences:
-            self._num_sequences += sign
-            self._fixed_of_sequences_s += sign * cost.fixed_s
-            self._sequence_s += sign * cost.sequence_s
-            self._kv_token_s += sign * cost.kv_token_s
+            parts[2:6] = 1.0, cost.fixed_s, cost.sequence_s, cost.kv_token_s
+        if cost.knows_prompts:
+            parts[6:] = 1.0, cost.prompt_token_s, cost.attended_s
+        self._sums = [whole + sign * part for whole, part in zip(self._sums, parts, strict=True)]
 
     def remove(self, cost: StepCost) -> None:
         """One that was added."""
@@ -172,23 +169,24 @@ class UsualCost:
 
     def merge(self, other: UsualCost) -> UsualCost:
         """Returns the usual cost of both together."""
-        merged = UsualCost()
-        merged.__dict__ = {name: value + vars(other)[name] for name, value in vars(self).items()}
-        return merged
+        return UsualCost(map(add, self._sums, other._sums))
 
     @property
     def value(self) -> StepCost | None:
         """None: there is no cost. Sums that have come down to nothing may be off by the last digit, but not below 0."""
-        if not self._num:
+        num, fixed, num_sequences, fixed_of_sequences, sequence, kv_token, num_prompts, prompt_token, attended = (
+            self._sums
+        )
+        if not num:
             return None
-        fixed_s = self._fixed_of_sequences_s / self._num_sequences if self._num_sequences else self._fixed_s / self._num
-        num_prompts, num_sequences = self._num_prompts or math.inf, self._num_sequences or math.inf
+        fixed_s = fixed_of_sequences / num_sequences if num_sequences else fixed / num
+        num_prompts, num_sequences = num_prompts or math.inf, num_sequences or math.inf
         return StepCost(
             max(0.0, fixed_s),
-            max(0.0, self._prompt_token_s / num_prompts),
-            max(0.0, self._attended_s / num_prompts),
-            max(0.0, self._sequence_s / num_sequences),
-            max(0.0, self._kv_token_s / num_sequences),
+            max(0.0, prompt_token / num_prompts),
+            max(0.0, attended / num_prompts),
+            max(0.0, sequence / num_sequences),
+            max(0.0, kv_token / num_sequences),
         )
 
 

@@ -77,6 +77,8 @@ class StepClock:
         self._fade = 0.5 ** (1 / HALF_LIFE_STEPS)
         self._products = np.zeros((5, 5))
         self._sums = np.zeros(5)
+        self._noted: list[tuple[float, ...]] = []
+        """The parts and the seconds of steps that are not in the sums yet."""
         self._num_seen = 0
         self._num_taken = 0
         self._solved: StepCost | None = None
@@ -134,8 +136,17 @@ class StepClock:
 
     def wants(self, has_prompt: bool) -> bool:
         """Whether to take in the next step, which computes tokens of a prompt or does not."""
-        self._num_seen += 1
-        return has_prompt or self._num_seen <= 4 * _EVERY or self._num_seen % _EVERY == 0
+        return bool(self.wanted(1, has_prompt))
+
+    def wanted(self, num_steps: int, has_prompt: bool) -> Seq[int]:
+        """Which of the next steps to take in, of so many, counted from 0: all of the first ones, and of those that
+        compute tokens of a prompt."""
+        before = self._num_seen
+        self._num_seen += num_steps
+        if has_prompt or self._num_seen <= 4 * _EVERY:
+            return range(num_steps)
+        num_first = max(0, 4 * _EVERY - before)
+        return [*range(num_first), *range(num_first + -(before + num_first + 1) % _EVERY, num_steps, _EVERY)]
 
     def note(self, step: StepSize, seconds: float) -> None:
         """A step of this size has taken so long."""
@@ -143,21 +154,29 @@ class StepClock:
             known = self._solved if self._num_taken % _EVERY else self.cost
             if known is not None and seconds > _SLOWEST * known.of(step):
                 return
-        parts = _parts(step)
-        # A relative error counts the same in short steps and in long ones.
-        weight = 1.0 / max(seconds, 1e-6) ** 2
-        weighted = weight * parts
-        self._products *= self._fade
-        self._products += weighted[:, None] * parts
-        self._sums *= self._fade
-        self._sums += seconds * weighted
+        self._noted.append(
+            (1, step.num_prompt_tokens, step.num_attended, step.num_sequences, step.num_kv_tokens, seconds)
+        )
         self._num_taken += 1
         self._is_solved = False
+
+    def _sum_up(self) -> None:
+        """Adds the steps that were noted since the last time to the sums, all in one go."""
+        noted = np.array(self._noted, dtype=np.float64)
+        self._noted.clear()
+        parts, seconds = noted[:, :5] / _UNITS, noted[:, 5]
+        fades = self._fade ** np.arange(len(noted) - 1, -1, -1)
+        # A relative error counts the same in short steps and in long ones.
+        weighted = (fades / np.maximum(seconds, 1e-6) ** 2)[:, None] * parts
+        fade = self._fade ** len(noted)
+        self._products = fade * self._products + weighted.T @ parts
+        self._sums = fade * self._sums + seconds @ weighted
 
     @property
     def cost(self) -> StepCost | None:
         """None before there are enough steps to tell."""
         if not self._is_solved and self._num_taken >= LEAST_STEPS:
+            self._sum_up()
             self._solved = StepCost(*(_solve(self._products, self._sums) / _UNITS).tolist())
             self._is_solved = True
         return self._solved
@@ -168,19 +187,14 @@ class StepClock:
         return float("inf") if cost is None else cost.of(step)
 
 
-def _parts(step: StepSize) -> npt.NDArray[np.float64]:
-    counts = [1, step.num_prompt_tokens, step.num_attended, step.num_sequences, step.num_kv_tokens]
-    parts: npt.NDArray[np.float64] = np.array(counts, dtype=np.float64) / _UNITS
-    return parts
-
-
 def _solve(products: npt.NDArray[np.float64], sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """The least squares with no negative part: the most negative one is left out until there is none."""
     kept = np.arange(len(sums))
     found = np.zeros(len(sums))
-    ridge = np.diag(_RIDGE * max(float(np.trace(products)), 1e-12))
+    held = products.copy()
+    held.flat[:: len(sums) + 1] += _RIDGE * max(float(products.trace()), 1e-12)
     while len(kept):
-        part = np.linalg.solve((products + ridge)[np.ix_(kept, kept)], sums[kept])
+        part = np.linalg.solve(held[kept[:, None], kept], sums[kept])
         if part.min() >= 0:
             found[kept] = part
             break

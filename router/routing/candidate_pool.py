@@ -266,9 +266,10 @@ class CandidatePool(Sequence[C]):
         member = self._members.get(worker_id)
         if member is None:
             return
-        self._changed[worker_id] = None
-        if len(self._changed) >= MOST_CHANGED:
-            self._replace_changed()
+        if self._rankings:
+            self._changed[worker_id] = None
+            if len(self._changed) >= MOST_CHANGED:
+                self._replace_changed()
         if self._is_mixed:
             self._by_revision[member.weights_revision].touch(worker_id)
 

@@ -62,6 +62,8 @@ class Depths:
         """Blocks that one worker holds, from the first on."""
         for group, leaving in self.groups:
             if leaving & bit:
+                if not (group or bit & self._mask_of(1)):
+                    return 0
                 return next((step.depth for step in self._steps_in(group, bit)), 0)
         return 0
 
