@@ -40,11 +40,18 @@ class Request:
     """Alternatives wanted beside the logprob of each prompt token; None: no logprobs of the prompt."""
 
     @classmethod
-    def from_proto(cls, admit: worker_pb2.Admit, *, enable_prefix_cache: bool, constraint: Constraint | None) -> Self:
-        """`constraint`: of the grammar in `admit`, if there is one."""
+    def from_proto(
+        cls,
+        admit: worker_pb2.Admit,
+        *,
+        enable_prefix_cache: bool,
+        constraint: Constraint | None,
+        prompt_token_ids: tuple[int, ...] = (),
+    ) -> Self:
+        """`constraint`: of the grammar in `admit`, if there is one. `prompt_token_ids`: where `admit` has no prompt."""
         return cls(
             key=RequestKey.of(admit.key),
-            prompt_token_ids=tuple(admit.prompt_token_ids),
+            prompt_token_ids=prompt_token_ids or tuple(admit.prompt_token_ids[:]),  # a list first: in 3/4 of the time
             params=SamplingParams.from_proto(admit.sampling, constraint),
             cache_salt=admit.cache_salt,
             use_prefix_cache=enable_prefix_cache and not admit.bypass_prefix_cache,
@@ -56,11 +63,12 @@ class Request:
         """Why it cannot run, or nothing. The router has checked; one bad id would end the step of everybody."""
         num_prompt_tokens, max_output_tokens = len(self.prompt_token_ids), self.params.max_output_tokens
         known = [token_id for token_ids in self.known_tokens.values() for token_id in token_ids]
-        ids = (*self.prompt_token_ids, *known, *self.params.logit_bias, *self.params.allowed_token_ids)
         if num_prompt_tokens == 0:
             return "the prompt is empty"
-        if max(ids) >= vocab_size:
-            return f"token id {max(ids)} is outside the vocabulary of {vocab_size}"
+        others = (*known, *self.params.logit_bias, *self.params.allowed_token_ids)
+        largest = max(max(self.prompt_token_ids), max(others, default=0))
+        if largest >= vocab_size:
+            return f"token id {largest} is outside the vocabulary of {vocab_size}"
         if num_prompt_tokens + max_output_tokens > max_model_len:
             total = f"{num_prompt_tokens} prompt + {max_output_tokens} output tokens"
             return f"{total} exceed max_model_len {max_model_len}"

@@ -8,15 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from cluster.pb import worker_pb2
+from cluster.lifecycle import RequestKey
+from cluster.pb import generation_pb2, worker_pb2
 from cluster.pb.handoff_pb2 import ReceiverMessage, SenderMessage
-from router.routing.worker_client import READY, WorkerClient
+from engine.kv.cache_events import CacheEvents
+from engine.sampling.params import SampledToken, check_finish
+from engine.sequence import Sequence as Output
+from kv_transfer.actions import Chunk
+from router.routing.worker_client import READY, Event, PromptTokens, WorkerClient
 from simulate.network import CONNECT_AGAIN_S, Network
+from simulate.ranks import Pages
 from worker.core import Core
 from worker.handoff_connection import HandoffConnection, HandoffMessage
 from worker.handoff_streams import HandoffStreams
+from worker.reporter import CacheReporter, Reporter, RouterSession, finish_to_proto
 
 BEAT_S = 0.5
 """A router hears of each worker as often."""
@@ -31,11 +38,66 @@ class DirectService:
     info: worker_pb2.WorkerInfo
 
 
-@dataclass(frozen=True)
-class _Batch:
-    """Events as they were gathered (`worker_pb2.EventBatch`)."""
+class Tokens:
+    """`worker_pb2.Tokens` that are never put into a message; other events that are many have their fields, too."""
 
-    events: Sequence[worker_pb2.Event]
+    __slots__ = ("finish_reason", "first_token_index", "key", "sequence_index", "stop_token_id", "token_ids")
+
+    def __init__(self, key: RequestKey, sequence_index: int, first_token_index: int, token_ids: list[int]) -> None:
+        self.key = key
+        self.sequence_index = sequence_index
+        self.first_token_index = first_token_index
+        self.token_ids = token_ids
+        self.finish_reason = generation_pb2.FINISH_REASON_UNSPECIFIED
+        self.stop_token_id: int | None = None
+
+    def HasField(self, name: str) -> bool:
+        return getattr(self, name) is not None
+
+
+class _PhaseChanged(NamedTuple):
+    """`worker_pb2.PhaseChanged`."""
+
+    key: RequestKey
+    phase: generation_pb2.Heartbeat.Phase
+    num_cached_tokens: int
+
+
+class _CacheEvents(NamedTuple):
+    """`worker_pb2.CacheEvents`."""
+
+    sequence_number: int
+    snapshot: bool
+    evicted: list[bytes]
+    stored: list[bytes]
+
+
+class DirectReporter(Reporter):
+    """Events that are many are not messages, but what a router's client makes of them."""
+
+    def tell(self, key: RequestKey, kind: str, message: object, *, can_wait: bool = False) -> None:
+        """Gathers an event for the session of a request."""
+        self.emit(key, (kind, message), can_wait=can_wait)  # type: ignore[arg-type]  # `DirectClient` takes both
+
+    def emit_phase(self, key: RequestKey, phase: generation_pb2.Heartbeat.Phase, num_cached_tokens: int = 0) -> None:
+        self.tell(key, "phase", _PhaseChanged(key, phase, num_cached_tokens))
+
+    def emit_tokens(self, sequence: Output, sampled: SampledToken, index: int) -> None:
+        """Reports a first token, or one behind those that an earlier attempt reported."""
+        request = sequence.request
+        tokens = Tokens(request.key, sequence.index, index, [sampled.token_id])
+        finish = check_finish(request.params, sequence.output_token_ids or [sampled.token_id])
+        if finish is not None:
+            finish_to_proto(finish, tokens)  # type: ignore[arg-type]
+        self.tell(request.key, "tokens", tokens)
+
+
+class DirectCacheReporter(CacheReporter):
+    """The same for changes of the prefix cache, each in one event."""
+
+    def _send(self, session: RouterSession, events: CacheEvents) -> None:
+        message = _CacheEvents(self._next_number(session), events.is_snapshot, events.evicted, events.stored)
+        self._reporter.send(session, ("cache", message), can_wait=True)  # type: ignore[arg-type]
 
 
 class DirectClient(WorkerClient):
@@ -57,10 +119,16 @@ class DirectClient(WorkerClient):
             self._service.core.inbox.post(self._service.core.session_closed, self._hear)
         self._lose()
 
+    def admit(self, command: worker_pb2.Command, prompt: PromptTokens) -> None:
+        self._post(command, prompt.token_ids)
+
     def send(self, command: worker_pb2.Command) -> None:
+        self._post(command)
+
+    def _post(self, command: worker_pb2.Command, *prompt: tuple[int, ...]) -> None:
         if self.is_ready and self._service is not None:
             core, loop = self._service.core, self._network.loop
-            loop.call_later(self._network.latency_s, core.inbox.post, core.command, self._hear, command)
+            loop.call_later(self._network.latency_s, core.inbox.post, core.command, self._hear, command, *prompt)
 
     def beat(self) -> None:
         """A sign of life of a worker that has nothing to say."""
@@ -81,9 +149,14 @@ class DirectClient(WorkerClient):
         """`worker.reporter.RouterSession`."""
         self._network.loop.call_later(self._network.latency_s, self._take, events)
 
-    def _take(self, events: list[worker_pb2.Event]) -> None:
+    def _take(self, events: list[Any]) -> None:
         if not self._is_closed:
-            self._read(_Batch(events))  # type: ignore[arg-type]  # its events are all that is read
+            self._take_in([event if type(event) is tuple else _event_of(event) for event in events])
+
+
+def _event_of(message: worker_pb2.Event) -> Event:
+    kind = str(message.WhichOneof("event"))
+    return kind, getattr(message, kind)
 
 
 def beat(network: Network, clients: Iterable[WorkerClient]) -> None:
@@ -92,6 +165,31 @@ def beat(network: Network, clients: Iterable[WorkerClient]) -> None:
         assert isinstance(client, DirectClient)
         client.beat()
     network.loop.call_later(BEAT_S, beat, network, clients)
+
+
+class DirectConnection(HandoffConnection):
+    """A connection whose messages all arrive: none is numbered or counted, and no answer is overdue."""
+
+    def stamp(self, message: HandoffMessage) -> HandoffMessage:
+        return message
+
+    def accept(self, number: int) -> bool:
+        return True
+
+    def receive(self, message: HandoffMessage) -> None:
+        if not self.ended:
+            self._context.post(self.on_message, message)
+
+    def on_message(self, message: HandoffMessage) -> None:
+        if not self.is_retired:
+            self._role.on_message(self, message)
+
+    def send(self, message: HandoffMessage) -> None:
+        if not self.is_retired:
+            self.enqueue(message)
+
+    def _command(self, kind: str, chunk: Chunk, table: Sequence[int] = (), after_step: int = 0) -> Any:
+        return kind, (self.epoch, chunk.slot) if kind == "send" else Pages(chunk, table, after_step)
 
 
 class DirectStreams(HandoffStreams):

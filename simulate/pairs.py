@@ -7,7 +7,7 @@ it, whatever is posted on either side fails.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -34,7 +34,7 @@ class Posted:
 
     done: Done
     slot: int
-    landing: tuple[Chunk, list[int]] | None = None
+    landing: tuple[Chunk, Sequence[int]] | None = None
     """The chunk that a receive lands, and the block table that it lands in; None: it is a send."""
 
 

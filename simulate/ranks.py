@@ -10,9 +10,9 @@ inbox.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -30,6 +30,23 @@ from worker.handoff_connection import Done, ErrorKind
 
 KIND_NONE = rank_pb2.RankReply.KIND_UNSPECIFIED
 KIND_TRANSFER, KIND_CORRUPT = rank_pb2.RankReply.KIND_TRANSFER, rank_pb2.RankReply.KIND_CORRUPT
+
+
+class Pages(NamedTuple):
+    """Where a chunk lies in a worker's pages (`rank_pb2.ChunkPages`)."""
+
+    chunk: Chunk
+    block_table: Sequence[int]
+    after_step: int
+
+    @classmethod
+    def of(cls, what: rank_pb2.ChunkPages) -> Pages:
+        return cls(Chunk.from_proto(what.chunk, what.pair_epoch), list(what.block_table), what.after_step)
+
+    @property
+    def tokens(self) -> tuple[Sequence[int], int, int]:
+        """The block table, and the first token and the one behind the last."""
+        return self.block_table, self.chunk.range.token_start, self.chunk.range.token_end
 
 
 class Clockwork(Protocol):
@@ -94,9 +111,9 @@ class SimulatedRanks:
         self._share = share
         self._step: SimulatedStep | None = None
         self._num_done = 0
-        self._waiting: list[tuple[rank_pb2.ChunkPages, Done]] = []
+        self._waiting: list[tuple[Pages, Done]] = []
         """Gathers of steps that are not launched yet."""
-        self._behind_layers: list[tuple[rank_pb2.ChunkPages, Done]] = []
+        self._behind_layers: list[tuple[Pages, Done]] = []
         """Gathers of layers that are not computed yet, where cores are shared."""
         self._ends: dict[str, PairEnd] = {}
         self._num_open = 0
@@ -161,7 +178,7 @@ class SimulatedRanks:
         assert step is not None, "a chunk is of a step, and there was none"
         self._behind_layers = []
         for what, done in waiting:
-            if what.after_step <= self._num_done or what.chunk.layer_end <= step.num_layers:
+            if what.after_step <= self._num_done or what.chunk.range.layer_end <= step.num_layers:
                 self._world.loop.call_later(self._command_s, self._gathered, what, done)
             else:
                 self._behind_layers.append((what, done))
@@ -181,20 +198,28 @@ class SimulatedRanks:
             case "close_pair":
                 self._close(command.close_pair.pair_epoch, done)
             case "gather":
-                self._gather(command.gather, self._guarded(command.gather, done))
+                self.gather(Pages.of(command.gather), done)
             case "send":
-                self._put(command.send.pair_epoch, Posted(done, command.send.slot))
+                self.send((command.send.pair_epoch, command.send.slot), done)
             case "receive":
-                what = command.receive
-                chunk = Chunk.from_proto(what.chunk, what.pair_epoch)
-                posted = Posted(self._guarded(what, done), chunk.slot, (chunk, list(what.block_table)))
-                self._put(what.pair_epoch, posted)
+                self.receive(Pages.of(command.receive), done)
             case "move_blocks":
                 self._num_open += 1
                 move = command.move_blocks
                 size_bytes = len(move.blocks) * self.pages.block_size * self._cell_bytes * self.pages.num_layers
                 seconds = (self._command_s + size_bytes / self._tier_bytes_per_s) * self._world.spread()
                 self._world.loop.call_later(seconds, self._moved, move, int(size_bytes), done)
+
+    def gather(self, what: Pages, done: Done) -> None:
+        self._gather(what, self._guarded(what, done))
+
+    def send(self, slot: tuple[str, int], done: Done) -> None:
+        """`slot`: of the pair of that epoch."""
+        self._put(slot[0], Posted(done, slot[1]))
+
+    def receive(self, what: Pages, done: Done) -> None:
+        posted = Posted(self._guarded(what, done), what.chunk.slot, (what.chunk, what.block_table))
+        self._put(what.chunk.epoch, posted)
 
     def _moved(self, move: rank_pb2.BlockMove, size_bytes: int, done: Done) -> None:
         """A move has ended, which may have failed half-way."""
@@ -213,8 +238,8 @@ class SimulatedRanks:
         for epoch in list(self._ends):
             self._close_end(epoch)
 
-    def _guarded(self, what: rank_pb2.ChunkPages, done: Done) -> Done:
-        return self.pages.guarded(what.block_table, what.chunk.token_start, what.chunk.token_end, done)
+    def _guarded(self, what: Pages, done: Done) -> Done:
+        return self.pages.guarded(*what.tokens, done)
 
     def _open(self, what: rank_pb2.OpenPair, done: Done) -> None:
         pair = self._world.pairs.setdefault(what.pair_epoch, SimulatedPair())
@@ -251,7 +276,7 @@ class SimulatedRanks:
         if len(pair.ends) == 2 and all(each.is_closed for each in pair.ends.values()):
             del self._world.pairs[epoch]
 
-    def _gather(self, what: rank_pb2.ChunkPages, done: Done) -> None:
+    def _gather(self, what: Pages, done: Done) -> None:
         """Copies pages to a slot once the step that writes them has come to the chunk's last layer."""
         ahead = what.after_step - self._num_done
         if ahead > 0 and what.after_step > self.num_steps:
@@ -267,22 +292,22 @@ class SimulatedRanks:
             delay += max(0.0, self._written_at(what) - self._world.loop.time())
         self._world.loop.call_later(delay, self._gathered, what, done)
 
-    def _written_at(self, what: rank_pb2.ChunkPages) -> float:
+    def _written_at(self, what: Pages) -> float:
         """When the step under way has written the last layer of a chunk."""
         assert self._step is not None, "a chunk is of a step, and there was none"
-        return self._step.begun_at + self._step.seconds * what.chunk.layer_end / self.pages.num_layers
+        return self._step.begun_at + self._step.seconds * what.chunk.range.layer_end / self.pages.num_layers
 
-    def _complete_at(self, what: rank_pb2.ChunkPages, size_bytes: int) -> float:
+    def _complete_at(self, what: Pages, size_bytes: int) -> float:
         """When the last byte of a chunk can have arrived that is gathered now; the wire alone says so here."""
         return 0.0
 
-    def _gathered(self, what: rank_pb2.ChunkPages, done: Done) -> None:
+    def _gathered(self, what: Pages, done: Done) -> None:
         self._num_open -= 1
-        end = self._ends.get(what.pair_epoch)
+        end = self._ends.get(what.chunk.epoch)
         if end is None or self._world.strikes("gather failed"):
             self._reply(done, "the pair is closed" if end is None else "the gather failed")
             return
-        chunk = Chunk.from_proto(what.chunk, what.pair_epoch)
+        chunk = what.chunk
         if any(posted.slot == chunk.slot for posted in end.posted):
             raise PageAlarm(f"{chunk} is gathered over a slot that is being sent")
         size_bytes = int(chunk.range.num_cells * self._cell_bytes)
@@ -290,9 +315,9 @@ class SimulatedRanks:
         end.slots[chunk.slot] = Gathered(chunk, read, size_bytes, self._complete_at(what, size_bytes))
         self._reply(done, size_bytes=size_bytes)
 
-    def _reader(self, what: rank_pb2.ChunkPages, is_shared: bool) -> Callable[[], StateArray]:
+    def _reader(self, what: Pages, is_shared: bool) -> Callable[[], StateArray]:
         """Reads pages now, and returns what was read, or where they are shared how they are read again."""
-        tokens = what.block_table, what.chunk.token_start, what.chunk.token_end
+        tokens = what.tokens
         step, now = self._step, self._world.loop.time()
         if self._world.cores is None and step is not None and not step.is_done and now < self._written_at(what):
             self.pages.check_apart(step.step, *tokens)
@@ -333,7 +358,7 @@ class SimulatedRanks:
             return
         assert received.landing is not None
         chunk, table = received.landing
-        if chunk.tag != gathered.chunk.tag:
+        if (chunk.key, chunk.epoch, chunk.index) != (gathered.chunk.key, gathered.chunk.epoch, gathered.chunk.index):
             raise PageAlarm(f"{chunk} was to land, and {gathered.chunk} lies in the slot that was sent")
         where = chunk.range
         self.pages.land(table, where.token_start, gathered.read(), (where.layer_start, where.layer_end))

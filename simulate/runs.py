@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from cluster.pb import rank_pb2, worker_pb2
+from cluster.pb import rank_pb2
 from cluster.settings import WorkerSettings
 from cluster.step_cost import StepSize
 from decode_worker.scheduler import BlockCopies
@@ -28,11 +28,13 @@ from engine.sequence import Sequence as Output
 from engine.step_budget import StepBudget
 from engine.token_hash import StateArray
 from prefill_worker.sender import MIN_LAYERED_TOKENS
+from simulate.links import DirectReporter, Tokens
 from simulate.model import END_TOKEN, KvPages, output_length
-from simulate.ranks import SimulatedRanks, do_nothing
+from simulate.ranks import Pages, SimulatedRanks, do_nothing
 from simulate.virtual_loop import ScheduledCall
 from simulate.workload import LEAST_TOKEN
 from worker.decode_role import DecodeRole
+from worker.handoff_connection import Done
 from worker.prefill_role import PrefillRole
 from worker.reporter import finish_to_proto
 from worker.step_pipeline import StepPipeline, size_of_shares
@@ -137,15 +139,23 @@ class RunRanks(SimulatedRanks):
             self._num_done += 1
             self._post(do_nothing)
 
+    def issue(self, command: rank_pb2.RankCommand | tuple[str, Any], done: Done) -> None:
+        """A command of a chunk is its name and what it is about (`simulate.links.DirectConnection`)."""
+        if isinstance(command, tuple):
+            kind, what = command
+            getattr(self, kind)(what, done)
+        else:
+            super().issue(command, done)
+
     # The hand-off of a prompt whose last step is under way
 
-    def _written_at(self, what: rank_pb2.ChunkPages) -> float:
+    def _written_at(self, what: Pages) -> float:
         run = self._run
         assert run is not None, "a chunk is of a step, and there was none"
-        is_short = what.chunk.token_end - what.chunk.token_start < MIN_LAYERED_TOKENS
+        is_short = what.chunk.range.num_tokens < MIN_LAYERED_TOKENS
         return run.begun_at + run.seconds / (1 if is_short else self._num_parts)
 
-    def _complete_at(self, what: rank_pb2.ChunkPages, size_bytes: int) -> float:
+    def _complete_at(self, what: Pages, size_bytes: int) -> float:
         if self._run is None or what.after_step <= self._num_done:
             return 0.0
         end = self._run.begun_at + self._run.seconds
@@ -174,6 +184,7 @@ class RunPipeline(StepPipeline):
     """Takes the steps of a worker in runs; its ranks are `RunRanks`."""
 
     _ranks: RunRanks
+    _reporter: DirectReporter
 
     def __init__(
         self, ranks: Any, blocks: BlockManager, prefill: PrefillRole, decode: DecodeRole, *rest: Any, **more: Any
@@ -213,9 +224,12 @@ class RunPipeline(StepPipeline):
 
     def _begin(self, settings: WorkerSettings) -> _Flight | None:
         """Plans a step and sets it off, and those like it; None when there is nothing to run."""
-        number = self._ranks.num_steps + 1
-        if not (self._decode.num_running or any(self._waiting)):
+        if not (self._decode.has_work or self._prefill.has_work):
             return None
+        flight = self._begin_alike(settings)
+        if flight is not None:
+            return flight
+        number = self._ranks.num_steps + 1
         budget = StepBudget(settings.engine.max_num_batched_tokens, settings.slo.tpot_s, lambda: self._step_clock.cost)
         decoding, preempted, copies = self._decode.plan(budget)
         prefilling = self._prefill.plan(budget, number - 1)
@@ -241,6 +255,34 @@ class RunPipeline(StepPipeline):
         waiting = self._waiting if run.num_steps > 1 else ()
         return _Flight(number, run, size, going_on, others, prefilling, ends, copies, waiting)
 
+    def _begin_alike(self, settings: WorkerSettings) -> _Flight | None:
+        """Does what `_begin` does where every sequence gets a token in each step and nothing else is to be planned, as
+        it mostly is; None, and nothing done, otherwise."""
+        running, waiting = self._decode.running, self._waiting
+        if any(waiting) or not 0 < len(running) <= settings.engine.max_num_batched_tokens:
+            return None
+        for sequence in running:
+            if sequence not in self._told and not self._goes_on(sequence):
+                return None
+        size = StepSize(num_sequences=len(running), num_kv_tokens=sum([s.num_computed_tokens + 1 for s in running]))
+        run = self._ranks.run_of(size, self._most_steps(running))
+        if not self._provide(running, run.num_steps):
+            return None
+        self._blocks.begin_step()
+        if self._reporter.is_pressing:
+            self._reporter.flush()
+        self._ranks.begin(run, size)
+        waiting = waiting if run.num_steps > 1 else ()
+        return _Flight(self._ranks.num_steps, run, size, list(running), [], [], set(), [], waiting)
+
+    def _goes_on(self, sequence: Output) -> bool:
+        """Whether a sequence that has not been told of gets a token in each step; it is told of from now on then."""
+        if sequence.num_remaining != 1 or sequence.is_fresh:
+            return False
+        self._told[sequence] = len(sequence.output_token_ids)
+        self._lengths[sequence] = output_length(sequence.request.params)
+        return True
+
     def _end(self, flight: _Flight) -> None:
         """Hands the roles what the run has led to."""
         run, now = flight.run, self._clock()
@@ -259,33 +301,27 @@ class RunPipeline(StepPipeline):
             self._prefill.process_output(p, _sampled(p.sequence, id(p) in flight.ends), flight.number)
 
     def _learn(self, run: StepRun, size: StepSize) -> None:
-        for step in range(run.num_steps):
-            if self._step_clock.wants(bool(size.num_prompt_tokens)):
-                num_more = step * size.num_sequences
-                own = replace(size, num_kv_tokens=size.num_kv_tokens + num_more) if num_more else size
-                self._step_clock.note(own, run.first_s + step * run.growth_s)
+        for step in self._step_clock.wanted(run.num_steps, bool(size.num_prompt_tokens)):
+            more = StepSize(num_kv_tokens=step * size.num_sequences)
+            self._step_clock.note(size + more if step else size, run.first_s + step * run.growth_s)
 
     def _parted(self, shares: list[ScheduledSequence]) -> tuple[list[Output], list[ScheduledSequence]]:
         """Sequences that get a token in each step, and the other shares."""
         going_on, others, told = [], [], self._told
         for p in shares:
             sequence = p.sequence
-            if sequence in told:
+            if sequence in told or (p.num_tokens == 1 and self._goes_on(sequence)):
                 going_on.append(sequence)
-            elif p.num_tokens == 1 and not sequence.is_fresh:
-                going_on.append(sequence)
-                told[sequence] = len(sequence.output_token_ids)
-                self._lengths[sequence] = output_length(sequence.request.params)
             else:
                 others.append(p)
         return going_on, others
 
-    def _most_steps(self, sequences: list[Output]) -> int:
+    def _most_steps(self, sequences: Sequence[Output]) -> int:
         """Steps until the first of these outputs ends."""
         lengths = self._lengths
         return max(1, min([lengths[sequence] - len(sequence.output_token_ids) for sequence in sequences]))
 
-    def _provide(self, sequences: list[Output], num_steps: int) -> bool:
+    def _provide(self, sequences: Sequence[Output], num_steps: int) -> bool:
         """Gives the batch the blocks of so many steps, each with one token of every sequence. False, and none given,
         where they do not all fit."""
         block_size, blocks = self._blocks.block_size, self._blocks
@@ -337,19 +373,12 @@ class RunPipeline(StepPipeline):
     def _report(self, sequence: Output) -> None:
         """Reports the tokens of an output that are not reported yet, and whether it has ended."""
         request, output, num_told = sequence.request, sequence.output_token_ids, self._told[sequence]
-        event = worker_pb2.Event(
-            tokens=worker_pb2.Tokens(
-                key=request.key.to_proto(),
-                sequence_index=sequence.index,
-                first_token_index=num_told,
-                token_ids=output[num_told:],
-            )
-        )
+        tokens = Tokens(request.key, sequence.index, num_told, output[num_told:])
         finish = check_finish(request.params, output)
         if finish is not None:
-            finish_to_proto(finish, event.tokens)
+            finish_to_proto(finish, tokens)  # type: ignore[arg-type]
         self._told[sequence] = len(output)
-        self._reporter.emit(request.key, event, can_wait=finish is None)
+        self._reporter.tell(request.key, "tokens", tokens, can_wait=finish is None)
 
 
 def _sampled(sequence: Output, is_end: bool) -> list[SampledToken]:

@@ -10,12 +10,13 @@ import asyncio
 import contextvars
 import gc
 import itertools
+import math
 import sys
 from asyncio import AbstractEventLoop
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from functools import partial
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -25,6 +26,10 @@ COLLECT_EVERY = 200_000, 50, 1000
 them at every 700 new ones takes a fifth of the time."""
 MOST_CALLS_AT_ONCE = 1_000_000
 """Calls without any time passing; more are taken for a livelock."""
+
+
+FAR_S = 1e12
+"""Calls that are due later, or never, are not told apart by their second."""
 
 
 class Stuck(Exception):
@@ -67,6 +72,10 @@ class VirtualLoop(AbstractEventLoop):
         self._now = 0.0
         self._ready: deque[ScheduledCall] = deque()
         self._timers: list[tuple[float, int, ScheduledCall]] = []
+        """A heap of those that are due before `_horizon`."""
+        self._later: dict[int, list[tuple[float, int, ScheduledCall]]] = {}
+        """The others, by the number of the second in which they are due: most of them are cancelled until then."""
+        self._horizon: float = 1
         self._order = itertools.count()
         self._is_running = False
         self._is_closed = False
@@ -127,11 +136,23 @@ class VirtualLoop(AbstractEventLoop):
             if not call.is_cancelled:
                 (call.callback if call.context is None else partial(call.context.run, call.callback))(*call.arguments)
 
+    def _put_off(self, call: ScheduledCall) -> None:
+        """Keeps a call that is due at the horizon or later."""
+        second = int(min(call.moment, FAR_S))
+        self._later.setdefault(second, []).append((call.moment, next(self._order), call))
+
     def _jump(self, limit_s: float) -> None:
         """To the next timer."""
         timers = self._timers
-        while timers and timers[0][2].is_cancelled:
-            heappop(timers)
+        while True:
+            while timers and timers[0][2].is_cancelled:
+                heappop(timers)
+            if timers or not self._later:
+                break
+            second = min(self._later)
+            self._horizon = second + 1 if second < FAR_S else math.inf
+            timers += [timer for timer in self._later.pop(second) if not timer[2].is_cancelled]
+            heapify(timers)
         if not timers or timers[0][0] > limit_s:
             what = "nothing will happen any more" if not timers else f"its limit is {limit_s:.3f} s"
             raise Stuck(f"at {self._now:.6f} s the run is not over, and {what}")
@@ -161,14 +182,20 @@ class VirtualLoop(AbstractEventLoop):
     ) -> ScheduledCall:
         when = self._now + delay  # as `call_at`, which is called as often as this
         call = ScheduledCall(callback, args, context, when)
-        heappush(self._timers, (when, next(self._order), call))
+        if when < self._horizon:
+            heappush(self._timers, (when, next(self._order), call))
+        else:
+            self._put_off(call)
         return call
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
     ) -> ScheduledCall:
         call = ScheduledCall(callback, args, context, when)
-        heappush(self._timers, (when, next(self._order), call))
+        if when < self._horizon:
+            heappush(self._timers, (when, next(self._order), call))
+        else:
+            self._put_off(call)
         return call
 
     def create_future(self) -> asyncio.Future[Any]:
@@ -195,3 +222,4 @@ class VirtualLoop(AbstractEventLoop):
     def close(self) -> None:
         """Drops the timers that are left."""
         self._timers.clear()
+        self._later.clear()

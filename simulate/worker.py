@@ -7,8 +7,10 @@ one right after a step has ended. Its turns take no time; a step's curve has wha
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 from cluster.config.schema import SloSection, TransferSection
@@ -24,7 +26,7 @@ from engine.kv.tiered_blocks import TieredBlocks
 from kv_transfer.layout import KvLayout
 from prefill_worker.sender import Sender
 from simulate.curves import LinearCurve, StepCurve
-from simulate.links import DirectService, DirectStreams
+from simulate.links import DirectCacheReporter, DirectConnection, DirectReporter, DirectService, DirectStreams
 from simulate.model import END_TOKEN, KvPages
 from simulate.network import Host, Network
 from simulate.ranks import Clockwork, SimulatedRanks
@@ -36,6 +38,7 @@ from worker.core import Core, Inbox
 from worker.handoff_connection import HandoffConnection, HandoffContext
 from worker.handoff_metrics import HandoffMetrics
 from worker.handoff_streams import HandoffStreams, Handshake
+from worker.reporter import CacheReporter, Reporter
 from worker.service import SpeakingLoop, WorkerService
 from worker.step_pipeline import StepPipeline
 from worker.steps import StepLog
@@ -112,10 +115,17 @@ class SimulatedInbox(Inbox):
     def __init__(self, wake: Callable[[], None]) -> None:
         super().__init__()
         self._wake = wake
+        self._posted: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
 
     def post(self, function: Callable[..., None], *arguments: Any) -> None:
-        super().post(function, *arguments)
+        self._posted.append((function, arguments))
         self._wake()
+
+    def run(self, wait: bool) -> None:
+        posted = self._posted
+        while posted:
+            function, arguments = posted.popleft()
+            function(*arguments)
 
 
 class SimulatedSpeakingLoop(SpeakingLoop):
@@ -179,10 +189,11 @@ class SimulatedWorker:
             HandoffMetrics(),
             clock=loop.time,
             fresh_name=cluster.fresh_name,
+            make_connection=DirectConnection if cluster.is_fast else HandoffConnection,
         )
         self.stats = context.stats
-        self.core = SimulatedCore(
-            lambda: self.ranks.is_at(spec.long_tokens),
+        make_core = partial(SimulatedCore, self._computes) if spec.long_tokens else Core
+        self.core = make_core(
             inbox,
             self.ranks,
             blocks,
@@ -195,6 +206,7 @@ class SimulatedWorker:
             overlaps=spec.overlaps,
             clock=loop.time,
             pipeline=RunPipeline if cluster.is_fast else StepPipeline,
+            reporters=(DirectReporter, DirectCacheReporter) if cluster.is_fast else (Reporter, CacheReporter),
         )
         info = self._info(num_blocks)
         if isinstance(streams, DirectStreams):
@@ -290,10 +302,14 @@ class SimulatedWorker:
 
     def _turn(self) -> None:
         self._is_due = False
-        if self.is_dead or self._cluster.loop.time() < self._hangs_until or self.ranks.is_at(self.spec.long_tokens):
+        if self.is_dead or self._cluster.loop.time() < self._hangs_until or self._computes():
             return
         if self.core.turn(wait=False):
             self._wake()
+
+    def _computes(self) -> bool:
+        """Whether the engine thread itself computes a step."""
+        return self.spec.long_tokens > 0 and self.ranks.is_at(self.spec.long_tokens)
 
     def _probe(self) -> None:
         """Raises AssertionError when the engine sleeps although a step could be launched (nobody would wake it), or

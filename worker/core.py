@@ -84,8 +84,10 @@ class Core:
         overlaps: bool = False,
         clock: Callable[[], float] = time.monotonic,
         pipeline: type[StepPipeline] = StepPipeline,
+        reporters: tuple[type[Reporter], type[CacheReporter]] = (Reporter, CacheReporter),
     ) -> None:
-        """`overlaps`: a step is launched before the tokens of the one before it are read. `pipeline` runs the steps."""
+        """`overlaps`: a step is launched before the tokens of the one before it are read. `pipeline` runs the steps,
+        `reporters` tell of them."""
         self.inbox = inbox
         self.blocks = blocks
         self._vocab_size = vocab_size
@@ -103,9 +105,9 @@ class Core:
         self._stats_due = 0.0
         self._report_due = 0.0
         self._is_stopping = False
-        self.reporter = Reporter(step_log)
+        self.reporter = reporters[0](step_log)
         self._grammars = GrammarQueue(constrainer, inbox.post, self._admit, self._refuse)
-        self._cache_reporter = CacheReporter(blocks, self.reporter)
+        self._cache_reporter = reporters[1](blocks, self.reporter)
         self.prefill = PrefillRole(self.reporter, blocks)
         self.decode = DecodeRole(self.reporter, blocks, settings.engine.num_seqs)
         self.handoffs = Handoffs(
@@ -181,10 +183,11 @@ class Core:
         for key in self.reporter.close_session(session):
             self._cancel(key, "the router closed its session", None)
 
-    def command(self, session: RouterSession, command: worker_pb2.Command) -> None:
+    def command(self, session: RouterSession, command: worker_pb2.Command, prompt: tuple[int, ...] = ()) -> None:
+        """`prompt`: the tokens of the request's, where the command has none."""
         match command.WhichOneof("command"):
             case "admit":
-                waiting = WaitingAdmit(session, command.admit)
+                waiting = WaitingAdmit(session, command.admit, prompt)
                 (self._grammars.add if command.admit.sampling.grammar else self._admit)(waiting)
             case "cancel":
                 index = command.cancel.sequence_index if command.cancel.HasField("sequence_index") else None
@@ -199,7 +202,12 @@ class Core:
 
     def _admit(self, waiting: WaitingAdmit) -> None:
         session, admit, has_cache = waiting.session, waiting.admit, self._settings.engine.enable_prefix_cache
-        request = Request.from_proto(admit, enable_prefix_cache=has_cache, constraint=waiting.constraint)
+        request = Request.from_proto(
+            admit,
+            enable_prefix_cache=has_cache,
+            constraint=waiting.constraint,
+            prompt_token_ids=waiting.prompt_token_ids,
+        )
         problem = request.problem(self._vocab_size, self._max_model_len)
         timed = self._settings.engine.timed_steps
         if not problem and timed.is_on:
@@ -241,25 +249,26 @@ class Core:
     # Reports to routers
 
     def _flush(self, is_idle: bool) -> None:
-        now, num_requests = self._clock(), self.reporter.num_requests
+        now, reporter = self._clock(), self.reporter
+        has_requests = reporter.num_requests > 0
         is_due = now >= self._stats_due
         # While it has requests there will be another turn, so that some things may wait: stats until they are due, and
         # which blocks were evicted until others are stored in their place.
-        is_last = is_due or not num_requests
+        is_last = is_due or not has_requests
         # Whether it has any request is told at once: who waits for a worker to be free, or busy, goes by it.
-        has_turned = bool(num_requests) is not self._had_requests
+        has_turned = has_requests is not self._had_requests
         if is_due or (is_idle and (has_turned or (is_last and self._steps.is_idle))):
             stats = self._measure(is_due=is_due)
             if stats != self._sent_stats:
                 self._sent_stats.CopyFrom(stats)
-                self._had_requests = bool(num_requests)
+                self._had_requests = has_requests
                 self._stats_due = now + STATS_INTERVAL_S
-                self.reporter.send_all(worker_pb2.Event(stats=self._sent_stats))
+                reporter.send_all(worker_pb2.Event(stats=stats))
         if is_last or self.blocks.has_stored:
             self._cache_reporter.gather()
-        if is_idle or self.reporter.is_pressing or now >= self._report_due:
+        if is_idle or reporter.is_pressing or now >= self._report_due:
             self._report_due = now + REPORT_INTERVAL_S
-            self.reporter.flush()
+            reporter.flush()
 
     def between_steps(self, work: Callable[[], T]) -> T | None:
         """On the engine thread (through the inbox): the result of `work`; None, and not run, during a step."""

@@ -22,6 +22,8 @@ class WaitingAdmit:
 
     session: RouterSession
     admit: worker_pb2.Admit
+    prompt_token_ids: tuple[int, ...] = ()
+    """Where `admit` has none."""
     constraint: Constraint | None = None
     aborted: set[int] = field(default_factory=set)
     """Sequences that the router ended meanwhile."""

@@ -96,6 +96,7 @@ class HandoffContext:
     """A name for a connection that no other one has."""
     last_step: int = 0
     """Number of the newest step that has ended."""
+    make_connection: Callable[..., HandoffConnection] = field(default_factory=lambda: HandoffConnection)
 
 
 class HandoffConnection:
@@ -266,7 +267,7 @@ class HandoffConnection:
             done(chunk)
 
         self._context.metrics.gather_issued(chunk, self._context.clock())
-        self._context.issue(rank_pb2.RankCommand(gather=_pages_of(chunk, table, after_step)), finish)
+        self._context.issue(self._command("gather", chunk, table, after_step), finish)
 
     def transmit(self, chunk: Chunk, done: Callable[[Chunk], None]) -> None:
         """Sends a gathered chunk that was granted; `done` is always called."""
@@ -278,8 +279,7 @@ class HandoffConnection:
             self._retire_on(error, kind)
             done(chunk)
 
-        command = rank_pb2.RankCommand(send=rank_pb2.Send(pair_epoch=self.epoch, slot=chunk.slot))
-        self._context.issue(command, finish)
+        self._context.issue(self._command("send", chunk), finish)
 
     def land(self, chunk: Chunk, table: Sequence[int], done: Callable[[Chunk, str, Failed.Reason], None]) -> None:
         """Receives a chunk into its slot and writes it to pages; `done` is always called, with the error, if any."""
@@ -294,8 +294,15 @@ class HandoffConnection:
             self._retire_on(error, kind)
 
         # A step that runs now does not touch the pages: they were reserved before it was planned.
-        pages = _pages_of(chunk, table, self._context.last_step)
-        self._context.issue(rank_pb2.RankCommand(receive=pages), finish)
+        self._context.issue(self._command("receive", chunk, table, self._context.last_step), finish)
+
+    def _command(self, kind: str, chunk: Chunk, table: Sequence[int] = (), after_step: int = 0) -> rank_pb2.RankCommand:
+        """What ranks are told of a chunk."""
+        if kind == "send":
+            return rank_pb2.RankCommand(send=rank_pb2.Send(pair_epoch=self.epoch, slot=chunk.slot))
+        where, at = chunk.to_proto(), chunk.epoch
+        pages = rank_pb2.ChunkPages(pair_epoch=at, chunk=where, block_table=table, after_step=after_step)
+        return rank_pb2.RankCommand(gather=pages) if kind == "gather" else rank_pb2.RankCommand(receive=pages)
 
     # On the engine thread: the pair, deadlines and the end
 
@@ -391,9 +398,3 @@ class HandoffConnection:
 def _reason_of(kind: ErrorKind) -> Failed.Reason:
     is_corrupt = kind == rank_pb2.RankReply.KIND_CORRUPT
     return Failed.REASON_CORRUPT if is_corrupt else Failed.REASON_TRANSFER_FAILED
-
-
-def _pages_of(chunk: Chunk, block_table: Sequence[int], after_step: int) -> rank_pb2.ChunkPages:
-    return rank_pb2.ChunkPages(
-        pair_epoch=chunk.epoch, chunk=chunk.to_proto(), block_table=block_table, after_step=after_step
-    )

@@ -58,7 +58,9 @@ class Handoffs:
             return known
         self._by_peer = {connection.peer: connection for connection in self._live() if connection.is_sender}
         epoch = f"{self._worker_id}-{peer.worker_id}-{self._context.fresh_name()}"
-        connection = HandoffConnection(epoch, self._prefill, self._context, peer=name, last=self._offered_last(name))
+        connection = self._context.make_connection(
+            epoch, self._prefill, self._context, peer=name, last=self._offered_last(name)
+        )
         self._connections.append(connection)
         self._by_peer[name] = connection
         self._close_spare()
@@ -67,7 +69,7 @@ class Handoffs:
 
     def accept(self, hello: handoff_pb2.SenderHello, agreed: handoff_pb2.ReceiverHello) -> HandoffConnection:
         """From the speaking loop: a prefill worker has called, and was answered what both sides use."""
-        connection = HandoffConnection(hello.pair_epoch, self._decode, self._context)
+        connection = self._context.make_connection(hello.pair_epoch, self._decode, self._context)
         self._context.post(self._called, connection, hello, agreed)
         return connection
 

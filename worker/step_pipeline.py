@@ -157,7 +157,7 @@ class StepPipeline:
     @property
     def num_ended(self) -> int:
         """Steps whose output has been processed."""
-        return self._ranks.num_steps - (self._flight is not None)
+        return self._ranks.num_steps - (not self.is_idle)
 
     @property
     def cost(self) -> StepCost | None:

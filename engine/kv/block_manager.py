@@ -94,9 +94,8 @@ class BlockManager:
             return []
         blocks = self._free[: -num_blocks - 1 : -1]
         del self._free[-num_blocks:]
-        refcounts = self._refcounts
         for block in blocks:
-            refcounts[block] = 1
+            self._refcounts[block] = 1
         return blocks
 
     def fill(self, block_table: MutableSequence[int], num_rows: int, spans: Sequence[range]) -> None:
@@ -128,8 +127,7 @@ class BlockManager:
             self._released_in_steps[-1].append(list(blocks))
             return
         refcounts, digests, published = self._refcounts, self._digests, self._published
-        free, cached, group_of, known = self._free, self._cached, self._group_of, published[0]
-        has_one = len(published) == 1
+        free, cached, group_of = self._free, self._cached, self._group_of
         for block in reversed(blocks):
             refcounts[block] = num_owners = refcounts[block] - 1
             if num_owners > 0:
@@ -137,7 +135,7 @@ class BlockManager:
             digest = digests.get(block)
             if digest is None:
                 free.append(block)
-            elif (known if has_one else published[group_of[block]]).get(digest) == block:
+            elif published[group_of[block]].get(digest) == block:
                 cached[block] = None
             else:
                 del digests[block]
@@ -242,23 +240,17 @@ class BlockManager:
             return
         count, size = len(self.groups), self.block_size
         num_full = min(num_computed, len(token_ids)) // size
-        if num_full * count > len(block_table):
-            raise BlockAccountingError(
-                f"{num_full * count} full blocks to publish, but the table has {len(block_table)}"
-            )
+        num_blocks = num_full * count
+        if num_blocks > len(block_table):
+            raise BlockAccountingError(f"{num_blocks} full blocks to publish, but the table has {len(block_table)}")
         start = num_full
-        if count == 1:  # as below, with one look-up for each block, or for all of a new prompt
-            digests = self._digests
-            if start > 0 and not self.has_windows and block_table[0] not in digests:
-                start = 0
-            while start > 0 and block_table[start - 1] not in digests:
-                start -= 1
-        else:
-            while start > 0 and self._digest_at(block_table, start - 1) is None:
-                start -= 1
+        if start > 0 and count == 1 and not self.has_windows and block_table[0] not in self._digests:
+            start = 0  # as below, with one look-up for all blocks of a new prompt
+        while start > 0 and self._digest_at(block_table, start - 1) is None:
+            start -= 1
         if start == num_full:
             return
-        self._require_held(self._there(block_table[start * count : num_full * count]), "publish")
+        self._require_held(self._there(block_table[start * count : num_blocks]), "publish")
         key = prefix_hash.key_of(salt)
         stored: list[bytes] = []
         while start < num_full:

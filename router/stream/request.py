@@ -22,7 +22,7 @@ from router.routing.load_tracker import Charge, Placement, RequestLoad
 from router.routing.policies.interface import RoutingRequest, SessionKey
 from router.routing.prefix_index import PromptHashes
 from router.routing.retry import RetryState
-from router.routing.worker_client import WorkerClient
+from router.routing.worker_client import PromptTokens, WorkerClient
 from router.stream.detokenizer import Detokenizer
 from router.stream.output import OutputBuffer, SequenceOutput
 from router.stream.prompt_logprobs import PromptLogprobs
@@ -117,6 +117,7 @@ class LiveRequest:
         """
         self.key = RequestKey(generation_id, first_attempt)
         self.request = request
+        self.prompt = PromptTokens(request.prompt_token_ids)
         self.principal = principal
         self.model = model
         self.lifecycle = Lifecycle(now, "arrived")
