@@ -16,7 +16,14 @@ from cluster.kv_groups import STATE_VALUE_BYTES, KvGroup
 from cluster.program import free_memory_bytes
 from cluster.text import format_bytes
 from engine.kv.pool import KV_CACHE_DTYPES, POOL_DTYPES
-from engine.model_cost import WeightForm, kv_bytes_per_token, kv_layer_bytes, largest_matrix_elements, weight_bytes
+from engine.model_cost import (
+    WeightForm,
+    kv_block_bytes,
+    kv_bytes_per_token,
+    kv_layer_bytes,
+    largest_matrix_elements,
+    weight_bytes,
+)
 from engine.models.config import DTYPES, ModelConfig
 from engine.sampling.prompt_logprobs import rows_of_slice
 from engine.sequence import most_blocks
@@ -62,9 +69,16 @@ def resolve_kv_dtype(wanted: str, dtype: str, device: str) -> str:
 
 def resolve_block_size(config: ModelConfig, tp_size: int, kv_dtype: str, wanted: int | None, preferred: int) -> int:
     """Tokens of one block: None becomes `preferred`, what suits the attention, or the least multiple of it that has
-    room for the recurrent state of a layer. Raises ConfigError where the wanted has not."""
+    room for the recurrent state of a layer, or that ranks divide which share a block's tokens. Raises ConfigError where
+    the wanted has not, or is not divided."""
+    shares = config.num_token_shares
+    if wanted is not None and wanted % shares:
+        raise ConfigError(
+            f"block_size: {wanted} tokens are not divided by tensor_parallel {shares}, and with split_latents each "
+            f"rank keeps an equal part of a block; use auto, or a multiple of {shares}"
+        )
     if config.delta_net is None:
-        return wanted or preferred
+        return wanted or -(-preferred // shares) * shares
     token_bytes = kv_layer_bytes(config, tp_size, kv_dtype)
     state_bytes = config.delta_net.state.size_bytes(config.delta_net.num_key_heads // tp_size)
     least = -(-state_bytes // token_bytes)
@@ -136,7 +150,7 @@ class MemoryDemand:
     @property
     def block_bytes(self) -> int:
         """Bytes of one KV block, which holds one group of layers."""
-        return self.kv_bytes_per_token * self.block_size // len(self.config.kv_groups)
+        return kv_block_bytes(self.config, self.tp_size, self.kv_dtype, self.block_size)
 
     @property
     def reserved_bytes(self) -> int:
@@ -195,6 +209,8 @@ class MemoryPlan:
     left_bytes: int
     """For the pool; negative where memory is too small already."""
     kv_bytes_per_token: int
+    """Rounded up, where ranks share tokens."""
+    block_bytes: int
     block_size: int
     num_blocks: int
     decided_by: str
@@ -221,11 +237,6 @@ class MemoryPlan:
     def num_requests(self, num_tokens: int) -> int:
         """Requests of so many tokens, prompt and output together, that the pool holds at a time."""
         return self.num_blocks // most_blocks(self.groups, num_tokens, self.block_size)
-
-    @property
-    def block_bytes(self) -> int:
-        """Of one rank."""
-        return self.kv_bytes_per_token * self.block_size // len(self.groups)
 
     def _tokens_in(self, num_blocks: int) -> int:
         if all(group.window is None for group in self.groups):
@@ -255,6 +266,7 @@ def plan_memory(demand: MemoryDemand, *, free_bytes: int, activations: Activatio
         reserved_bytes=demand.reserved_bytes,
         left_bytes=left,
         kv_bytes_per_token=demand.kv_bytes_per_token,
+        block_bytes=demand.block_bytes,
         block_size=demand.block_size,
         num_blocks=num_blocks,
         decided_by=decided_by,
@@ -309,6 +321,9 @@ def estimate_bytes(demand: MemoryDemand, step: StepLimits) -> int:
     if config.latent is not None:  # keys and values of some heads, by way of both together and of both padded
         width, num_heads = config.latent.expanded_dim, config.num_attention_heads // demand.tp_size
         attention += 4 * demand.max_model_len * width * config.latent.heads_at_once(demand.max_model_len, num_heads)
+    if config.num_token_shares > 1:  # queries of all ranks, what they find, and its parts; latents of all ranks
+        attention += 4 * step.num_seqs * config.num_attention_heads * config.head_dim
+        attention += 2 * demand.max_model_len * config.head_dim
     mlp = num_tokens * (_mlp_elements(config, demand.tp_size) + config.hidden_size)
     layer = (num_tokens * streams + max(attention, mlp)) * size
     if demand.form.is_unpacked:  # whole for a product, by way of float32

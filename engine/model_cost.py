@@ -108,15 +108,26 @@ def choose_form(
 
 
 def kv_bytes_per_token(config: ModelConfig, tp_size: int, kv_dtype: str) -> int:
-    """Bytes of one token's keys and values in blocks of every group of layers on one rank, in a pool of this type."""
-    return len(config.kv_groups) * num_rows(config.kv_groups) * kv_layer_bytes(config, tp_size, kv_dtype)
+    """Bytes of one token's keys and values in blocks of every group of layers on one rank, in a pool of this type;
+    rounded up, where ranks share tokens."""
+    return -(-len(config.kv_groups) * _kv_row_bytes(config, tp_size, kv_dtype) // config.num_token_shares)
+
+
+def kv_block_bytes(config: ModelConfig, tp_size: int, kv_dtype: str, block_size: int) -> int:
+    """Bytes of a block of so many tokens on one rank; it holds one group of layers."""
+    return block_size // config.num_token_shares * _kv_row_bytes(config, tp_size, kv_dtype)
 
 
 def kv_layer_bytes(config: ModelConfig, tp_size: int, kv_dtype: str) -> int:
-    """Bytes of one token's keys and values in one layer on one rank."""
+    """Bytes of one token's keys and values in one layer on one rank that keeps it."""
     kind = _torch_dtype(kv_dtype)
     head_bytes = cell_size(config.head_dim, kind) * kind.itemsize
     return config.num_kv_planes * len(config.kv_head_range(0, tp_size)) * head_bytes
+
+
+def _kv_row_bytes(config: ModelConfig, tp_size: int, kv_dtype: str) -> int:
+    """Bytes of one token in a block on one rank that keeps it."""
+    return num_rows(config.kv_groups) * kv_layer_bytes(config, tp_size, kv_dtype)
 
 
 def _pair_widths(config: ModelConfig, *, is_prompt: bool) -> tuple[int, int]:
@@ -292,8 +303,8 @@ class ModelFlops:
     """Operations of one token and one key in one layer, all query heads of the rank."""
     generated_pair_flops: int
     """The same in a step of one new token of each sequence: latents are keys and values then."""
-    kv_layer_bytes: int
-    """Bytes of one token's keys and values in one layer."""
+    kv_layer_bytes: float
+    """Bytes of one token's keys and values in one layer; where ranks share tokens, on average."""
     windows: tuple[tuple[int | None, int], ...]
     """(tokens that a token sees, None: all before it; number of such layers)."""
     num_states: int = 0
@@ -319,7 +330,7 @@ class ModelFlops:
             head_bytes=_kept_as(config, head, form, None, is_read=True)[1],
             pair_flops=2 * config.num_attention_heads // tp_size * sum(_pair_widths(config, is_prompt=True)),
             generated_pair_flops=2 * config.num_attention_heads // tp_size * sum(_pair_widths(config, is_prompt=False)),
-            kv_layer_bytes=kv_layer_bytes(config, tp_size, kv_dtype),
+            kv_layer_bytes=kv_layer_bytes(config, tp_size, kv_dtype) / config.num_token_shares,
             windows=tuple(Counter(attending).items()),
             num_states=len(config.state_layers),
             state_flops=0 if net is None else 6 * net.matrix_elements // tp_size,

@@ -82,17 +82,18 @@ class ModelRunner:
         report: Callable[[str], None] | None = None,
         expert_parallel: int = 1,
         expert_rebalance_tokens: int = 0,
+        split_latents: bool = False,
     ) -> None:
         """Decode steps of up to `graphs_up_to` sequences become CUDA graphs where that works, by `capture` if given.
         With a `sampler` they choose its tokens, too. Without `num_blocks` there is no KV pool until `make_pool`.
         `block_size`: None for what suits the attention. `deterministic`: a token's logits have the same bits in any
         step, generated or as a part of a prompt. `expert_parallel`: groups of ranks among which experts are divided;
-        `expert_rebalance_tokens`: how many tokens apart they are placed anew by load, 0: never.
+        `expert_rebalance_tokens`: how many tokens apart they are placed anew by load, 0: never. `split_latents`: each
+        rank keeps a part of every block's tokens.
 
         `open_weights` opens the weights, by default those of the folder's files.
         """
-        self.config = read_model(model_path, model_impl).with_expert_parallel(expert_parallel, tp.size)
-        self.config.check_tp_size(tp.size)
+        self.config = read_model(model_path, model_impl).divided(tp.size, expert_parallel, split_latents)
         if deterministic:
             self.config.check_deterministic()
         tp = OrderedSums(tp) if deterministic and tp.size > 1 else tp
@@ -201,7 +202,7 @@ class ModelRunner:
         self._kv = KvCache(
             groups,
             num_blocks + has_scratch,
-            self.block_size,
+            self.block_size // config.num_token_shares,
             self._num_kv_heads,
             config.head_dim,
             self._kv_dtype,
@@ -227,7 +228,7 @@ class ModelRunner:
 
     @property
     def kv(self) -> torch.Tensor:
-        """The pool: [layers of a group, planes, num_blocks, block_size, local_kv_heads, head_dim] (`engine.kv.pool`).
+        """The pool: [layers of a group, planes, num_blocks, local_tokens, local_kv_heads, head_dim] (`engine.kv.pool`).
 
         Where decode steps are captured it has one block more, the last, which belongs to no sequence.
         """

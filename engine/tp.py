@@ -41,6 +41,10 @@ class TPGroup(Protocol):
         destination of one; a rank may be its own."""
         ...
 
+    def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sends the i-th of [n, ..], contiguous, to rank i, and returns what each rank sends to this one, in order."""
+        ...
+
 
 class SingleGroup:
     """A single rank, which has nothing to exchange."""
@@ -60,6 +64,9 @@ class SingleGroup:
     def exchange(self, tensor: torch.Tensor, destination: int, source: int) -> torch.Tensor:
         return tensor
 
+    def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
 
 class ExpertSlices:
     """The ranks of one of `num_groups` groups, which slice the same experts; sums are those of the whole worker, since
@@ -69,7 +76,7 @@ class ExpertSlices:
         self.size = whole.size // num_groups
         self.rank = whole.rank % self.size
         self.all_reduce, self.all_gather, self.broadcast = whole.all_reduce, whole.all_gather, whole.broadcast
-        self.exchange = whole.exchange
+        self.exchange, self.all_to_all = whole.exchange, whole.all_to_all
 
 
 class ProcessGroupTP:
@@ -106,6 +113,12 @@ class ProcessGroupTP:
         _wait(self._group.alltoall_base(received, tensor, *sizes, self._to_all))
         return received
 
+    def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        received = torch.empty_like(tensor)
+        as_bytes = (one.view(-1).view(torch.uint8) for one in (received, tensor))  # Gloo does not know all types
+        _wait(self._group.alltoall_base(*as_bytes, [], [], self._to_all))
+        return received
+
     def close(self) -> None:
         """Ends the communicator; other ranks that wait in a collective fail."""
         self._group.abort()
@@ -137,6 +150,9 @@ class OrderedSums:
 
     def exchange(self, tensor: torch.Tensor, destination: int, source: int) -> torch.Tensor:
         return self._group.exchange(tensor, destination, source)
+
+    def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._group.all_to_all(tensor)
 
 
 def _wait(work: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from cluster.config.choices import QuantizationName
 from cluster.errors import ConfigError
-from engine.models.config import LatentConfig
+from engine.models.latent import LatentConfig
 
 MatrixKind = Literal["attention", "mlp", "experts", "unrounded", "embedding", "head"]
 KV_CELL_BYTES = {"float32": (4, 0), "bfloat16": (2, 0), "float16": (2, 0), "int8": (1, 4), "fp8": (1, 4)}

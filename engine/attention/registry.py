@@ -45,8 +45,12 @@ ATTENTION_BACKENDS: dict[str, Make] = {
     "cpu": lambda device, dtype, kernels: _cpu_backend(kernels),
 }
 """In the order in which `auto` prefers them where it does not time them; the last one runs everywhere."""
-TAKES_EXTRAS = {"triton": ("soft caps", "attention sinks"), "cpu": ("soft caps", "attention sinks", "latents")}
-"""Extras that only some models need, by the backends that take them. Latents are heads too wide for other kernels."""
+TAKES_EXTRAS = {
+    "triton": ("soft caps", "attention sinks"),
+    "cpu": ("soft caps", "attention sinks", "latents", "split latents"),
+}
+"""Extras that only some models need, by the backends that take them. Latents are heads too wide for other kernels; for
+split ones a backend takes `log_sums`."""
 
 
 def choose_attention(

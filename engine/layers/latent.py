@@ -5,6 +5,10 @@ the result with what would make values, so that to a backend it is attention of 
 values are its keys. Several new tokens attend to keys and values that are made of all the latents they see, some heads
 at a time.
 
+Each rank keeps all latents, or an equal part of every block's tokens (docs/adr/0016-latents-on-one-rank-each.md). Then
+queries of all heads attend to the part on each rank, and every rank merges what its own heads have found on all of
+them; for several new tokens, the latents of all ranks are gathered.
+
 Legend: T tokens, E hidden_size, Hq query heads of this rank, N blocks, K block_size, n blocks of a sequence, J keys in
 them, h heads at a time; C kv_lora_rank, P qk_nope_head_dim, R qk_rope_head_dim, V v_head_dim, W = C + R the width of
 what is kept, D the wider of P + R and V.
@@ -13,13 +17,15 @@ what is kept, D the wider of P + R and V.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.interface import Attention, AttentionBatch
+from cluster.kv_groups import TokenShare
+from engine.attention.interface import Attention, AttentionBatch, merge
 from engine.checkpoint import TensorSlice
 from engine.kv.pool import decode, is_rounded, store
 from engine.layers.linear import (
@@ -31,7 +37,8 @@ from engine.layers.linear import (
     takes_rounded,
 )
 from engine.layers.rope import rotate
-from engine.models.config import LatentConfig, ModelConfig
+from engine.models.config import ModelConfig
+from engine.models.latent import LatentConfig
 from engine.quantization.interface import Rows
 from engine.step_input import IntArray, StepInput
 
@@ -62,7 +69,7 @@ class LatentAttention:
 
     def __init__(self, config: ModelConfig, layer: int, loader: Loader) -> None:
         assert config.latent is not None
-        self._sizes, self._scale = config.latent, config.softmax_scale
+        self._sizes, self._scale, self._tp = config.latent, config.softmax_scale, loader.tp
         sizes, name = config.latent, f"model.layers.{layer}.self_attn"
         own = loader.equal_share(config.num_attention_heads)
         self.num_heads = len(own)
@@ -108,7 +115,9 @@ class LatentAttention:
             self._attend_expanded(queries[prompt.rows], pages, prompt, attention, out[prompt.rows])
         return self.out(out.flatten(1))
 
-    def project(self, x: Rows, rope_rows: tuple[Tensor, Tensor], slots: Tensor, pages: Tensor) -> Tensor:
+    def project(
+        self, x: Rows, rope_rows: tuple[Tensor, Tensor], slots: Tensor, pages: Tensor, batch: AttentionBatch
+    ) -> Tensor:
         """Queries [T, Hq, P + R] of [T, E], their last part turned; stores what is kept of the tokens."""
         sizes, inner = self._sizes, self._inner(x)
         first, alike_dim = inner.shape[1] - sizes.width, sizes.qk_nope_head_dim
@@ -120,7 +129,11 @@ class LatentAttention:
         queries = queries.reshape(len(queries), self.num_heads, sizes.qk_head_dim)
         turned = rotate(kept[:, None, sizes.kv_lora_rank :], rope_rows)
         row = torch.cat([latents.unsqueeze(1), turned], dim=2)  # [T, 1, W]
-        store([pages], [row], slots)
+        if sizes.num_shares > 1:
+            own = batch.once("own tokens", lambda: _own_tokens(batch, self._share(batch)))
+            row, slots = row.index_select(0, own.rows), own.slots
+        if len(row):
+            store([pages], [row], slots)
         return torch.cat([queries[..., :alike_dim], rotate(queries[..., alike_dim:], rope_rows)], dim=2)
 
     def _attend_latents(self, queries: Tensor, pages: Tensor, batch: AttentionBatch, attention: Attention) -> Tensor:
@@ -129,14 +142,38 @@ class LatentAttention:
         to_keys, to_values = self._expansion[:, :alike_dim], self._expansion[:, alike_dim:]
         absorbed = torch.bmm(queries[..., :alike_dim].transpose(0, 1), to_keys).transpose(0, 1)  # [T, Hq, C]
         absorbed = torch.cat([absorbed, queries[..., alike_dim:]], dim=2)
-        out = attention(absorbed, pages, pages, batch, softmax_scale=self._scale)[..., :rank]
+        if self._sizes.num_shares > 1:
+            out = self._attend_shares(absorbed, pages, batch, attention)
+        else:
+            out = attention(absorbed, pages, pages, batch, softmax_scale=self._scale)[..., :rank]
         return torch.bmm(out.transpose(0, 1), to_values.transpose(1, 2)).transpose(0, 1)
+
+    def _attend_shares(self, absorbed: Tensor, pages: Tensor, batch: AttentionBatch, attention: Attention) -> Tensor:
+        """What absorbed queries [T, Hq, W] find in the latents of all ranks: [T, Hq, C].
+
+        Behind each head's values lie the bits of its softmax's logarithm, so that both are one message.
+        """
+        rank, count = self._sizes.kv_lora_rank, self._sizes.num_shares
+        every = self._tp.all_gather(absorbed, dim=1)  # heads of all ranks
+        own = batch.once("own keys", lambda: _own_keys(batch, self._share(batch)))
+        log_sums = torch.empty(every.shape[:2], dtype=torch.float32, device=every.device)
+        extras: dict[str, Any] = {"log_sums": log_sums}
+        out = attention(every, pages, pages, own, softmax_scale=self._scale, **extras)[..., :rank]
+        found = torch.cat([out, log_sums.unsqueeze(-1).view(out.dtype)], dim=2)
+        found = found.view(len(found), count, self.num_heads, -1).transpose(0, 1).contiguous()
+        found = self._tp.all_to_all(found)  # [ranks, T, Hq, C and the logarithm]
+        return merge(found[..., :rank], found[..., rank:].contiguous().view(torch.float32).squeeze(-1))
+
+    def _share(self, batch: AttentionBatch) -> TokenShare:
+        return TokenShare(batch.block_size, self._sizes.num_shares, self._tp.rank)
 
     def _attend_expanded(
         self, queries: Tensor, pages: Tensor, prompt: _Prompt, attention: Attention, out: Tensor
     ) -> None:
         """Fills `out` [Q, Hq, V] of one sequence's new tokens."""
         cells = pages.index_select(0, prompt.blocks)  # [n, K, 1, W]
+        if self._sizes.num_shares > 1:
+            cells = self._tp.all_gather(cells, dim=1)
         kept = (decode(cells, queries.dtype) if is_rounded(cells.dtype) else cells).flatten(0, 2)  # [J, W]
         width, at_once = self._sizes.expanded_dim, self._sizes.heads_at_once(len(kept), self.num_heads)
         for first in range(0, self.num_heads, at_once):
@@ -178,6 +215,28 @@ def _divide(batch: AttentionBatch) -> _Parts:
     ends = np.arange(len(alone) + 1, dtype=np.int32)
     step = _step_of(batch.step, rows, ends, batch.step.seqlens_k[alone], batch.step.block_tables[alone])
     return _Parts(batch.to_device(rows.astype(np.int64)), replace(batch, step=step, _derived={}), prompts)
+
+
+@dataclass(frozen=True)
+class _OwnTokens:
+    """The new tokens that a rank keeps, and their slots in its pages."""
+
+    rows: Tensor  # int64 of the step's tokens
+    slots: Tensor  # int64, likewise
+
+
+def _own_tokens(batch: AttentionBatch, share: TokenShare) -> _OwnTokens:
+    blocks, offsets = np.divmod(batch.step.slot_mapping.astype(np.int64), share.block_size)
+    rows = np.flatnonzero(offsets // share.size == share.place)
+    slots = blocks[rows] * share.size + offsets[rows] % share.size
+    return _OwnTokens(batch.to_device(rows), batch.to_device(slots))
+
+
+def _own_keys(batch: AttentionBatch, share: TokenShare) -> AttentionBatch:
+    """The step as it lies in a rank's pages: each sequence with the tokens of it that the rank keeps."""
+    lengths = np.array([share.num_before(length) for length in batch.step.seqlens_k.tolist()], dtype=np.int32)
+    step = replace(batch.step, seqlens_k=lengths)
+    return replace(batch, step=step, block_size=share.size, _derived={})
 
 
 def _prompt(batch: AttentionBatch, sequence: int) -> _Prompt:

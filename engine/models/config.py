@@ -14,6 +14,7 @@ from cluster.errors import CheckpointError, ConfigError
 from cluster.kv_groups import KvGroup, group_layers
 from engine.models.delta_net import DeltaNetConfig
 from engine.models.experts import ExpertsConfig
+from engine.models.latent import LatentConfig
 from engine.models.transformers_sizes import ForeignModel
 
 if TYPE_CHECKING:
@@ -29,8 +30,6 @@ _COMMON = frozenset(
     }
 )
 """Fields of `ModelConfig` that every model has; each of the others is a feature."""
-_MAX_EXPANDED = 1 << 26
-"""Elements of keys, and as many of values, that are made of latents at a time, unless one head has more."""
 
 
 @dataclass(frozen=True)
@@ -116,45 +115,6 @@ class TensorNames:
 
     qkv: tuple[str, str, str] | tuple[str] = ("q_proj", "k_proj", "v_proj")
     gate_up: tuple[str, str] | tuple[str] = ("gate_proj", "up_proj")
-
-
-@dataclass(frozen=True)
-class LatentConfig:
-    """Attention whose keys and values are made of one latent for all heads (MLA, arXiv 2405.04434), which is kept.
-
-    The latent is the first `kv_lora_rank` of a token's `head_dim` values; behind it lies the part of all keys that is
-    turned by rope.
-    """
-
-    q_lora_rank: int | None
-    """Width that queries are made of; None: they are made of the layer's input."""
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-
-    @property
-    def width(self) -> int:
-        """Values that a layer keeps of a token."""
-        return self.kv_lora_rank + self.qk_rope_head_dim
-
-    @property
-    def qk_head_dim(self) -> int:
-        return self.qk_nope_head_dim + self.qk_rope_head_dim
-
-    @property
-    def made_dim(self) -> int:
-        """Values of a head that are made of a latent: the part of its key that is not turned, and its value."""
-        return self.qk_nope_head_dim + self.v_head_dim
-
-    @property
-    def expanded_dim(self) -> int:
-        """Dimensions of a key, and of a value, that are made of a latent: the narrower is padded."""
-        return max(self.qk_head_dim, self.v_head_dim)
-
-    def heads_at_once(self, num_keys: int, num_heads: int) -> int:
-        """Heads of which keys and values are made at a time, of so many that a rank has."""
-        return min(num_heads, max(1, _MAX_EXPANDED // (num_keys * self.expanded_dim)))
 
 
 @dataclass(frozen=True)
@@ -271,6 +231,11 @@ class ModelConfig:
         return 2 if self.latent is None else 1
 
     @property
+    def num_token_shares(self) -> int:
+        """Ranks that each keep a part of every block's tokens; 1: each rank keeps all of them."""
+        return 1 if self.latent is None else self.latent.num_shares
+
+    @property
     def features(self) -> frozenset[str]:
         """The names of the fields by which this model computes something that not every model does."""
         special = [field for field in fields(self) if field.name not in _COMMON]
@@ -301,6 +266,7 @@ class ModelConfig:
             "soft caps": self.attention_softcap is not None,
             "attention sinks": self.attention_sinks,
             "latents": self.latent is not None,
+            "split latents": self.num_token_shares > 1,
         }
         return tuple(name for name, is_needed in needs.items() if is_needed)
 
@@ -336,6 +302,18 @@ class ModelConfig:
                 raise ConfigError(f"expert_parallel: {num_groups}, and {self.architecture} has no experts; use 1")
             return self
         return replace(self, experts=self.experts.in_groups(num_groups, tp_size))
+
+    def with_split_latents(self, num_ranks: int) -> ModelConfig:
+        """Returns the model with the tokens of a block of latents divided among so many ranks. Raises ConfigError."""
+        if self.latent is None:
+            raise ConfigError(f"split_latents: {self.architecture} keeps no latents; use false")
+        return replace(self, latent=replace(self.latent, num_shares=num_ranks))
+
+    def divided(self, tp_size: int, expert_parallel: int, split_latents: bool) -> ModelConfig:
+        """Returns the model as so many ranks divide it. Raises ConfigError."""
+        config = self.with_expert_parallel(expert_parallel, tp_size)
+        config.check_tp_size(tp_size)
+        return config.with_split_latents(tp_size) if split_latents else config
 
     def _inner_sizes(self) -> list[int]:
         """Sizes of the MLPs that every rank has a slice of."""

@@ -228,10 +228,11 @@ class LatentLayer:
 
     def __call__(self, x: Rows, context: StepContext) -> torch.Tensor:
         pages, _ = context.kv.pages(self.layer)
-        queries = self._attention.project(x, context.rope_rows[self._rope], context.slots[self._group], pages)
+        batch, slots = context.batches[self._group], context.slots[self._group]
+        queries = self._attention.project(x, context.rope_rows[self._rope], slots, pages, batch)
         if context.on_layer is not None:
             context.on_layer(self.layer + 1)
-        return self._attention.attend(queries, pages, context.batches[self._group], context.attention)
+        return self._attention.attend(queries, pages, batch, context.attention)
 
 
 class GatedMlp:

@@ -9,9 +9,10 @@ from dataclasses import replace
 
 from cluster.errors import CheckpointError
 from engine.json_fields import Fields
-from engine.models.config import LatentConfig, ModelConfig, RopeConfig
+from engine.models.config import ModelConfig, RopeConfig
 from engine.models.experts import ExpertNames, ExpertsConfig, Routing, expert_numbers
 from engine.models.family import MOST_LAYERS, ModelFamily, read_decoder, read_num_layers
+from engine.models.latent import LatentConfig
 
 
 def _deepseek_v2(fields: Fields) -> ModelConfig:

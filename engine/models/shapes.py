@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from engine.models.config import LatentConfig, ModelConfig
+from engine.models.config import ModelConfig
+from engine.models.latent import LatentConfig
 from engine.models.transformers_sizes import ForeignMatrix
 
 _PLAIN_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}

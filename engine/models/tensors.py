@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from engine.gguf_files import open_tensor_files
-from engine.models.config import LatentConfig, ModelConfig
+from engine.models.config import ModelConfig
 from engine.models.delta_net import DeltaNetConfig
 from engine.models.experts import MXFP4_GROUP, ExpertNames, ExpertsConfig
 from engine.models.folder import check_foreign, is_foreign, read_fields, read_model
+from engine.models.latent import LatentConfig
 from engine.quantization.stored import Microscaling
 from engine.tensor_files import NamedShape, TensorFiles
 

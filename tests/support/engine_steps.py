@@ -46,6 +46,7 @@ def make_runner(
     report: Callable[[str], None] | None = None,
     expert_parallel: int = 1,
     expert_rebalance_tokens: int = 0,
+    split_latents: bool = False,
 ) -> ModelRunner:
     return ModelRunner(
         path,
@@ -67,6 +68,7 @@ def make_runner(
         report=report,
         expert_parallel=expert_parallel,
         expert_rebalance_tokens=expert_rebalance_tokens,
+        split_latents=split_latents,
     )
 
 

@@ -36,6 +36,9 @@ class ThreadGroup:
         assert [int(rank) for rank in to].index(self.rank) == source, "the ranks disagree"
         return self._exchange(tensor)[source]
 
+    def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack([sent[self.rank] for sent in self._exchange(tensor)])
+
     def abort(self) -> None:
         """Frees ranks that wait for one that failed: they raise BrokenBarrierError."""
         self._barrier.abort()

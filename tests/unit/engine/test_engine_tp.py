@@ -145,6 +145,17 @@ def test_ranks_exchange_bytes_in_a_cycle_and_a_rank_without_a_partner_looks_on(r
     assert run(4, work) == [[1] * 5, [2] * 5, [0] * 5, []]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("run", [on_each_rank, _over_gloo], ids=["threads", "gloo"])
+def test_each_rank_gets_its_part_of_what_every_rank_has(run: Callable[..., list[Any]], dtype: torch.dtype) -> None:
+    def work(tp: TPGroup) -> torch.Tensor:
+        return tp.all_to_all((10 * tp.rank + torch.arange(3)).to(dtype).repeat_interleave(4).view(3, 2, 2))
+
+    for rank, found in enumerate(run(3, work)):
+        assert found.shape == (3, 2, 2) and found.dtype == dtype
+        assert [part.unique().tolist() for part in found] == [[rank], [10 + rank], [20 + rank]]
+
+
 def test_a_group_of_one_needs_no_partner() -> None:
     group = make_process_group(dist.HashStore(), 0, 1, "cpu")
     tensor = torch.ones(3)
