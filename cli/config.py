@@ -147,6 +147,7 @@ def check_model(serving: ServingConfig, *, are_here: bool) -> None:
             roles[role] = {
                 "tensor_parallel": of.tensor_parallel,
                 "expert_parallel": of.expert_parallel,
+                "split_latents": of.split_latents,
                 "device": engine.device,
                 "dtype": form.dtype,
                 "quantization": form.quantization,

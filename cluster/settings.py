@@ -103,6 +103,8 @@ class WorkerSettings(JsonSettings):
     tp_size: int = 1
     expert_parallel: int = 1
     """Groups of the ranks among which whole experts are divided."""
+    split_latents: bool = False
+    """Each rank keeps an equal part of every block's tokens."""
     leader: str | None = None
     """host:port of rank 0's rank server; None on rank 0 itself."""
     host: str = "127.0.0.1"

@@ -159,6 +159,7 @@ def plan_worker(
             tp_rank=tp_rank,
             tp_size=tp_size,
             expert_parallel=config.role(role).expert_parallel,
+            split_latents=config.role(role).split_latents,
             metrics_port=0 if config.metrics.workers else None,
             step_log=step_log if tp_rank == 0 else None,
             insecure=config.router.insecure,

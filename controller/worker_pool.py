@@ -310,7 +310,7 @@ def _fixed_values(rank: WorkerSettings) -> dict[str, Any]:
     """Values that a worker of these settings keeps for its life, by key."""
     sections = {"model": rank.model, "engine": rank.engine, "transfer": rank.transfer}
     values = {key: value for path, section in sections.items() for key, value in leaves(section, path).items()}
-    own = {"weight_forms": rank.weight_forms, "expert_parallel": rank.expert_parallel}
+    own = {name: getattr(rank, name) for name in ("weight_forms", "expert_parallel", "split_latents")}
     return {key: value for key, value in values.items() if not is_run_time(key)} | own
 
 

@@ -155,12 +155,12 @@ class KvLayout:
             head_dim=self.head_dim,
             dtype=self.dtype,
             tp_size=self.tp_size,
-            block_size=self.block_size,
+            block_size=self.block_size if self.num_token_shares == 1 else 0,
             model=self.model,
             num_planes=self.num_planes,
             layer_windows=[window or 0 for window in self.layer_windows],
             state_layers=self.state_layers,
-            num_token_shares=self.num_token_shares,
+            share_size=0 if self.num_token_shares == 1 else self.num_local_tokens,
             num_state_heads=0 if self.state is None else self.state.num_heads,
             state_part_sizes=() if self.state is None else self.state.part_sizes,
         )
@@ -174,12 +174,12 @@ class KvLayout:
             head_dim=message.head_dim,
             dtype=message.dtype,
             tp_size=message.tp_size,
-            block_size=message.block_size,
+            block_size=message.share_size * message.tp_size or message.block_size,
             model=message.model,
             num_planes=message.num_planes or 2,
             layer_windows=tuple(window or None for window in message.layer_windows),
             state_layers=tuple(message.state_layers),
-            num_token_shares=message.num_token_shares or 1,
+            num_token_shares=message.tp_size if message.share_size else 1,
             state=(
                 StateShape(message.num_state_heads, tuple(message.state_part_sizes))
                 if message.num_state_heads

@@ -35,6 +35,7 @@ class RoleWorkers:
 
     tensor_parallel: int
     expert_parallel: int
+    split_latents: bool
     device: str
     dtype: str
     quantization: str
@@ -60,8 +61,7 @@ def main(folder: str, model_impl: str, needs: str = "weights", roles: str = "{}"
 def _check_role(config: ModelConfig, role: str, workers: RoleWorkers) -> None:
     """Raises ConfigError with the role and the numbers that would do."""
     try:
-        config = config.with_expert_parallel(workers.expert_parallel, workers.tensor_parallel)
-        config.check_tp_size(workers.tensor_parallel)
+        config = config.divided(workers.tensor_parallel, workers.expert_parallel, workers.split_latents)
     except ConfigError as error:
         raise ConfigError(f"roles.{role}.{error}") from None
     if workers.are_here:

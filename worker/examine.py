@@ -136,7 +136,8 @@ def _worker(settings: WorkerSettings) -> dict[str, Part]:
 
 def _model(settings: WorkerSettings) -> ModelConfig:
     """Reads the model once: that of transformers' own code takes seconds."""
-    return _read(settings.model.path, settings.engine.model_impl)
+    config = _read(settings.model.path, settings.engine.model_impl)
+    return config.with_split_latents(settings.tp_size) if settings.split_latents else config
 
 
 @cache

@@ -102,6 +102,7 @@ def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> Load
         report=report,
         expert_parallel=settings.expert_parallel,
         expert_rebalance_tokens=settings.engine.expert_rebalance_tokens,
+        split_latents=settings.split_latents,
     )
     plan = size_pool(resolved.demand, runner, tp)
     memory = make_pool(resolved.transports, runner.device, partial(runner.make_pool, plan.num_blocks))
@@ -206,6 +207,7 @@ def rank_hello(settings: WorkerSettings, device: str) -> rank_pb2.RankHello:
         token=settings.cluster_token,
         protocol=spoken(),
         takes_unread_tokens=True,
+        splits_latents=settings.split_latents,
     )
 
 

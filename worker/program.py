@@ -223,6 +223,8 @@ class Leader(_Rank):
             except IncompatibleProtocol:
                 write_frame(sock, rank_pb2.RankCommand(start=start))  # from which that rank learns why
                 raise
+            if said.splits_latents != settings.split_latents:
+                raise IncompatibleProtocol(f"rank {said.tp_rank} of worker {settings.worker_id} does not split latents: upgrade it")
             hellos[said.tp_rank], sockets[said.tp_rank] = said, sock
         self._listener.close()
         ordered = [sockets[rank] for rank in sorted(sockets)]

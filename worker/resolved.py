@@ -145,6 +145,7 @@ class Resolved:
             block_size=self.block_size,
             model=f"{self.model}@{self.weights_revision}",
             num_planes=self.config.num_kv_planes,
+            num_token_shares=self.config.num_token_shares,
             layer_windows=self.config.layer_windows if any(self.config.layer_windows) else (),
             state_layers=self.config.state_layers,
             state=None if self.config.delta_net is None else self.config.delta_net.state,
@@ -157,7 +158,7 @@ def resolve(settings: WorkerSettings) -> Resolved:
         return _resolve_timed(settings)
     device = resolve_device(settings.engine.device)
     config = read_model(settings.model.path, settings.engine.model_impl)
-    config = config.with_expert_parallel(settings.expert_parallel, settings.tp_size)
+    config = config.divided(settings.tp_size, settings.expert_parallel, settings.split_latents)
     if settings.engine.deterministic:
         config.check_deterministic()
     dtype = resolve_dtype(config, settings.model.dtype, device)

@@ -188,6 +188,13 @@ def _check_role(config: ServingConfig, name: RoleName) -> Iterator[ConfigFinding
     yield from _check_short_names(config, name)
     engine = config.engine_of(name)
     tokens, block_size = engine.kv_cache_tokens, engine.block_size
+    if role.split_latents and block_size != "auto" and block_size % role.tensor_parallel:
+        yield ConfigFinding(
+            f"{prefix}.split_latents",
+            f"each of {role.tensor_parallel} devices (tensor_parallel) keeps an equal part of a block, which has "
+            f"{block_size} tokens; use false, or a block_size that they divide",
+            (f"{prefix}.tensor_parallel", f"{prefix}.block_size", "engine.block_size"),
+        )
     if tokens is not None and block_size != "auto" and tokens < block_size:
         yield ConfigFinding(
             _key_of(config, name, "engine.kv_cache_tokens"),

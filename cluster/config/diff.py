@@ -71,6 +71,9 @@ def differences(running: ServingConfig, wanted: ServingConfig) -> dict[str, Any]
     return {key: value for key, value in leaves(wanted).items() if value != now[key]}
 
 
+_SIZES = ("tensor_parallel", "expert_parallel", "split_latents")
+
+
 def role_differences(config: ServingConfig) -> dict[str, tuple[Any, Any]]:
     """The settings in which workers of the two roles differ, so that none can take the other role: prefill's, decode's.
     Another size of the KV pool or of its blocks is no obstacle."""
@@ -80,7 +83,7 @@ def role_differences(config: ServingConfig) -> dict[str, tuple[Any, Any]]:
 
 def _of_role(config: ServingConfig, role: RoleName) -> dict[str, Any]:
     own = config.role(role)
-    values: dict[str, Any] = {key: getattr(own, key) for key in ("tensor_parallel", "expert_parallel")}
+    values: dict[str, Any] = {key: getattr(own, key) for key in _SIZES}
     values["placement.labels"] = config.labels_of(role)
     values |= leaves(config.model_of(role), "model") | leaves(config.engine_of(role), "engine")
     return {key: value for key, value in values.items() if key not in _POOL_KEYS}

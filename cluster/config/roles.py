@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from cluster.config.overrides import RoleOverrides
-from cluster.config.read import ROLLING, bounded
+from cluster.config.read import ROLLING, RUN_TIME, bounded
 from cluster.config.workers import EngineSection, ModelSection, PlacementSection
 
 RoleName = Literal["prefill", "decode"]
@@ -43,6 +43,10 @@ class RoleSection:
     expert_parallel: int = bounded(1, at_least=1, at_most=1024, is_run_time=True)
     """Groups of a worker's devices among which the experts of a model are divided whole; each expert is sliced over the
     devices of its group. Must divide `tensor_parallel`; 1: every expert is sliced over all of them."""
+    split_latents: bool = field(default=False, metadata=RUN_TIME)
+    """Each of a worker's devices keeps an equal part of every block's tokens, which it can of models that keep latents
+    (MLA) alone: else all of them keep the same. For 1 / `tensor_parallel` of the memory a generated token's queries and
+    what they find are exchanged in each layer. `tensor_parallel` must divide the block size."""
     min_workers: int = bounded(1, at_least=0, at_most=65_536, is_run_time=True)
     """A change of the ratio never leaves fewer workers than this."""
     block_size: int | None = bounded(None, at_least=1, at_most=4096, is_run_time=True)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from cluster.pb import worker_pb2 as cluster_dot_pb_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x63luster/pb/handoff.proto\x12\x11\x62\x61ton.internal.v1\x1a\x17\x63luster/pb/worker.proto\"\x97\x02\n\x08KvLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x0f\n\x07tp_size\x18\x05 \x01(\r\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\r\n\x05model\x18\x07 \x01(\t\x12\x15\n\rlayer_windows\x18\x08 \x03(\r\x12\x12\n\nnum_planes\x18\t \x01(\r\x12\x14\n\x0cstate_layers\x18\n \x03(\r\x12\x17\n\x0fnum_state_heads\x18\x0b \x01(\r\x12\x18\n\x10state_part_sizes\x18\x0c \x03(\r\x12\x18\n\x10num_token_shares\x18\r \x01(\r\"\xeb\x01\n\x0bSenderHello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12+\n\x06layout\x18\x03 \x01(\x0b\x32\x1b.baton.internal.v1.KvLayout\x12\x12\n\npair_epoch\x18\x04 \x01(\t\x12\x12\n\ntransports\x18\x05 \x03(\t\x12\x0f\n\x07host_id\x18\x06 \x01(\t\x12\x13\n\x0bwire_format\x18\x07 \x01(\t\x12\x14\n\x0c\x63hunk_tokens\x18\x08 \x01(\r\x12\x11\n\tnum_slots\x18\t \x01(\r\x12\x10\n\x08protocol\x18\n \x01(\t\"\xf8\x01\n\rReceiverHello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12+\n\x06layout\x18\x03 \x01(\x0b\x32\x1b.baton.internal.v1.KvLayout\x12\x15\n\rstore_address\x18\x04 \x01(\t\x12\x11\n\ttransport\x18\x05 \x01(\t\x12\x18\n\x10transport_reason\x18\x06 \x01(\t\x12\x14\n\x0c\x63hunk_tokens\x18\x07 \x01(\r\x12\x11\n\tnum_slots\x18\x08 \x01(\r\x12\x13\n\x0bwire_format\x18\t \x01(\t\x12\x10\n\x08protocol\x18\n \x01(\t\"\xb2\x02\n\rSenderMessage\x12\x0e\n\x06number\x18\x0f \x01(\x04\x12/\n\x05hello\x18\x01 \x01(\x0b\x32\x1e.baton.internal.v1.SenderHelloH\x00\x12\'\n\x04open\x18\x02 \x01(\x0b\x32\x17.baton.internal.v1.OpenH\x00\x12)\n\x05offer\x18\x03 \x01(\x0b\x32\x18.baton.internal.v1.ChunkH\x00\x12+\n\x06\x63ommit\x18\x04 \x01(\x0b\x32\x19.baton.internal.v1.CommitH\x00\x12)\n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32\x18.baton.internal.v1.AbortH\x00\x12)\n\x05\x61live\x18\x06 \x01(\x0b\x32\x18.baton.internal.v1.AliveH\x00\x42\t\n\x07message\"\xc4\x02\n\x0fReceiverMessage\x12\x0e\n\x06number\x18\x0f \x01(\x04\x12\x31\n\x05hello\x18\x01 \x01(\x0b\x32 .baton.internal.v1.ReceiverHelloH\x00\x12/\n\x08reserved\x18\x02 \x01(\x0b\x32\x1b.baton.internal.v1.ReservedH\x00\x12)\n\x05grant\x18\x03 \x01(\x0b\x32\x18.baton.internal.v1.GrantH\x00\x12\x31\n\tcommitted\x18\x04 \x01(\x0b\x32\x1c.baton.internal.v1.CommittedH\x00\x12)\n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32\x18.baton.internal.v1.AbortH\x00\x12)\n\x05\x61live\x18\x06 \x01(\x0b\x32\x18.baton.internal.v1.AliveH\x00\x42\t\n\x07message\"\x07\n\x05\x41live\"F\n\x04Open\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.baton.internal.v1.RequestKey\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\"Q\n\x08Reserved\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.baton.internal.v1.RequestKey\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\"\xaf\x01\n\x05\x43hunk\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.baton.internal.v1.RequestKey\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04slot\x18\x03 \x01(\r\x12\x13\n\x0btoken_start\x18\x04 \x01(\r\x12\x11\n\ttoken_end\x18\x05 \x01(\r\x12\x13\n\x0blayer_start\x18\x06 \x01(\r\x12\x11\n\tlayer_end\x18\x07 \x01(\r\x12\r\n\x05group\x18\x08 \x01(\r\"H\n\x05Grant\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.baton.internal.v1.RequestKey\x12\x13\n\x0b\x63hunk_index\x18\x02 \x01(\r\"K\n\nFirstToken\x12\x16\n\x0esequence_index\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12\x13\n\x0bis_finished\x18\x03 \x01(\x08\"}\n\x06\x43ommit\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.baton.internal.v1.RequestKey\x12\x12\n\nnum_chunks\x18\x02 \x01(\r\x12\x33\n\x0c\x66irst_tokens\x18\x03 \x03(\x0b\x32\x1d.baton.internal.v1.FirstToken\"7\n\tCommitted\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.baton.internal.v1.RequestKey\"C\n\x05\x41\x62ort\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.baton.internal.v1.RequestKey\x12\x0e\n\x06reason\x18\x02 \x01(\t2e\n\x0eHandoffService\x12S\n\x07\x43onnect\x12 .baton.internal.v1.SenderMessage\x1a\".baton.internal.v1.ReceiverMessage(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x63luster/pb/handoff.proto\x12\x11\x62\x61ton.internal.v1\x1a\x17\x63luster/pb/worker.proto\"\x91\x02\n\x08KvLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x0f\n\x07tp_size\x18\x05 \x01(\r\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\r\n\x05model\x18\x07 \x01(\t\x12\x15\n\rlayer_windows\x18\x08 \x03(\r\x12\x12\n\nnum_planes\x18\t \x01(\r\x12\x14\n\x0cstate_layers\x18\n \x03(\r\x12\x17\n\x0fnum_state_heads\x18\x0b \x01(\r\x12\x18\n\x10state_part_sizes\x18\x0c \x03(\r\x12\x12\n\nshare_size\x18\r \x01(\r\"\xeb\x01\n\x0bSenderHello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12+\n\x06layout\x18\x03 \x01(\x0b\x32\x1b.baton.internal.v1.KvLayout\x12\x12\n\npair_epoch\x18\x04 \x01(\t\x12\x12\n\ntransports\x18\x05 \x03(\t\x12\x0f\n\x07host_id\x18\x06 \x01(\t\x12\x13\n\x0bwire_format\x18\x07 \x01(\t\x12\x14\n\x0c\x63hunk_tokens\x18\x08 \x01(\r\x12\x11\n\tnum_slots\x18\t \x01(\r\x12\x10\n\x08protocol\x18\n \x01(\t\"\xf8\x01\n\rReceiverHello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12+\n\x06layout\x18\x03 \x01(\x0b\x32\x1b.baton.internal.v1.KvLayout\x12\x15\n\rstore_address\x18\x04 \x01(\t\x12\x11\n\ttransport\x18\x05 \x01(\t\x12\x18\n\x10transport_reason\x18\x06 \x01(\t\x12\x14\n\x0c\x63hunk_tokens\x18\x07 \x01(\r\x12\x11\n\tnum_slots\x18\x08 \x01(\r\x12\x13\n\x0bwire_format\x18\t \x01(\t\x12\x10\n\x08protocol\x18\n \x01(\t\"\xb2\x02\n\rSenderMessage\x12\x0e\n\x06number\x18\x0f \x01(\x04\x12/\n\x05hello\x18\x01 \x01(\x0b\x32\x1e.baton.internal.v1.SenderHelloH\x00\x12\'\n\x04open\x18\x02 \x01(\x0b\x32\x17.baton.internal.v1.OpenH\x00\x12)\n\x05offer\x18\x03 \x01(\x0b\x32\x18.baton.internal.v1.ChunkH\x00\x12+\n\x06\x63ommit\x18\x04 \x01(\x0b\x32\x19.baton.internal.v1.CommitH\x00\x12)\n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32\x18.baton.internal.v1.AbortH\x00\x12)\n\x05\x61live\x18\x06 \x01(\x0b\x32\x18.baton.internal.v1.AliveH\x00\x42\t\n\x07message\"\xc4\x02\n\x0fReceiverMessage\x12\x0e\n\x06number\x18\x0f \x01(\x04\x12\x31\n\x05hello\x18\x01 \x01(\x0b\x32 .baton.internal.v1.ReceiverHelloH\x00\x12/\n\x08reserved\x18\x02 \x01(\x0b\x32\x1b.baton.internal.v1.ReservedH\x00\x12)\n\x05grant\x18\x03 \x01(\x0b\x32\x18.baton.internal.v1.GrantH\x00\x12\x31\n\tcommitted\x18\x04 \x01(\x0b\x32\x1c.baton.internal.v1.CommittedH\x00\x12)\n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32\x18.baton.internal.v1.AbortH\x00\x12)\n\x05\x61live\x18\x06 \x01(\x0b\x32\x18.baton.internal.v1.AliveH\x00\x42\t\n\x07message\"\x07\n\x05\x41live\"F\n\x04Open\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.baton.internal.v1.RequestKey\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\"Q\n\x08Reserved\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.baton.internal.v1.RequestKey\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\"\xaf\x01\n\x05\x43hunk\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.baton.internal.v1.RequestKey\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04slot\x18\x03 \x01(\r\x12\x13\n\x0btoken_start\x18\x04 \x01(\r\x12\x11\n\ttoken_end\x18\x05 \x01(\r\x12\x13\n\x0blayer_start\x18\x06 \x01(\r\x12\x11\n\tlayer_end\x18\x07 \x01(\r\x12\r\n\x05group\x18\x08 \x01(\r\"H\n\x05Grant\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.baton.internal.v1.RequestKey\x12\x13\n\x0b\x63hunk_index\x18\x02 \x01(\r\"K\n\nFirstToken\x12\x16\n\x0esequence_index\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12\x13\n\x0bis_finished\x18\x03 \x01(\x08\"}\n\x06\x43ommit\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.baton.internal.v1.RequestKey\x12\x12\n\nnum_chunks\x18\x02 \x01(\r\x12\x33\n\x0c\x66irst_tokens\x18\x03 \x03(\x0b\x32\x1d.baton.internal.v1.FirstToken\"7\n\tCommitted\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.baton.internal.v1.RequestKey\"C\n\x05\x41\x62ort\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.baton.internal.v1.RequestKey\x12\x0e\n\x06reason\x18\x02 \x01(\t2e\n\x0eHandoffService\x12S\n\x07\x43onnect\x12 .baton.internal.v1.SenderMessage\x1a\".baton.internal.v1.ReceiverMessage(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,33 +33,33 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'cluster.pb.handoff_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_KVLAYOUT']._serialized_start=73
-  _globals['_KVLAYOUT']._serialized_end=352
-  _globals['_SENDERHELLO']._serialized_start=355
-  _globals['_SENDERHELLO']._serialized_end=590
-  _globals['_RECEIVERHELLO']._serialized_start=593
-  _globals['_RECEIVERHELLO']._serialized_end=841
-  _globals['_SENDERMESSAGE']._serialized_start=844
-  _globals['_SENDERMESSAGE']._serialized_end=1150
-  _globals['_RECEIVERMESSAGE']._serialized_start=1153
-  _globals['_RECEIVERMESSAGE']._serialized_end=1477
-  _globals['_ALIVE']._serialized_start=1479
-  _globals['_ALIVE']._serialized_end=1486
-  _globals['_OPEN']._serialized_start=1488
-  _globals['_OPEN']._serialized_end=1558
-  _globals['_RESERVED']._serialized_start=1560
-  _globals['_RESERVED']._serialized_end=1641
-  _globals['_CHUNK']._serialized_start=1644
-  _globals['_CHUNK']._serialized_end=1819
-  _globals['_GRANT']._serialized_start=1821
-  _globals['_GRANT']._serialized_end=1893
-  _globals['_FIRSTTOKEN']._serialized_start=1895
-  _globals['_FIRSTTOKEN']._serialized_end=1970
-  _globals['_COMMIT']._serialized_start=1972
-  _globals['_COMMIT']._serialized_end=2097
-  _globals['_COMMITTED']._serialized_start=2099
-  _globals['_COMMITTED']._serialized_end=2154
-  _globals['_ABORT']._serialized_start=2156
-  _globals['_ABORT']._serialized_end=2223
-  _globals['_HANDOFFSERVICE']._serialized_start=2225
-  _globals['_HANDOFFSERVICE']._serialized_end=2326
+  _globals['_KVLAYOUT']._serialized_end=346
+  _globals['_SENDERHELLO']._serialized_start=349
+  _globals['_SENDERHELLO']._serialized_end=584
+  _globals['_RECEIVERHELLO']._serialized_start=587
+  _globals['_RECEIVERHELLO']._serialized_end=835
+  _globals['_SENDERMESSAGE']._serialized_start=838
+  _globals['_SENDERMESSAGE']._serialized_end=1144
+  _globals['_RECEIVERMESSAGE']._serialized_start=1147
+  _globals['_RECEIVERMESSAGE']._serialized_end=1471
+  _globals['_ALIVE']._serialized_start=1473
+  _globals['_ALIVE']._serialized_end=1480
+  _globals['_OPEN']._serialized_start=1482
+  _globals['_OPEN']._serialized_end=1552
+  _globals['_RESERVED']._serialized_start=1554
+  _globals['_RESERVED']._serialized_end=1635
+  _globals['_CHUNK']._serialized_start=1638
+  _globals['_CHUNK']._serialized_end=1813
+  _globals['_GRANT']._serialized_start=1815
+  _globals['_GRANT']._serialized_end=1887
+  _globals['_FIRSTTOKEN']._serialized_start=1889
+  _globals['_FIRSTTOKEN']._serialized_end=1964
+  _globals['_COMMIT']._serialized_start=1966
+  _globals['_COMMIT']._serialized_end=2091
+  _globals['_COMMITTED']._serialized_start=2093
+  _globals['_COMMITTED']._serialized_end=2148
+  _globals['_ABORT']._serialized_start=2150
+  _globals['_ABORT']._serialized_end=2217
+  _globals['_HANDOFFSERVICE']._serialized_start=2219
+  _globals['_HANDOFFSERVICE']._serialized_end=2320
 # @@protoc_insertion_point(module_scope)

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class KvLayout(_message.Message):
-    __slots__ = ("num_layers", "num_kv_heads", "head_dim", "dtype", "tp_size", "block_size", "model", "layer_windows", "num_planes", "state_layers", "num_state_heads", "state_part_sizes", "num_token_shares")
+    __slots__ = ("num_layers", "num_kv_heads", "head_dim", "dtype", "tp_size", "block_size", "model", "layer_windows", "num_planes", "state_layers", "num_state_heads", "state_part_sizes", "share_size")
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
@@ -21,7 +21,7 @@ class KvLayout(_message.Message):
     STATE_LAYERS_FIELD_NUMBER: _ClassVar[int]
     NUM_STATE_HEADS_FIELD_NUMBER: _ClassVar[int]
     STATE_PART_SIZES_FIELD_NUMBER: _ClassVar[int]
-    NUM_TOKEN_SHARES_FIELD_NUMBER: _ClassVar[int]
+    SHARE_SIZE_FIELD_NUMBER: _ClassVar[int]
     num_layers: int
     num_kv_heads: int
     head_dim: int
@@ -34,8 +34,8 @@ class KvLayout(_message.Message):
     state_layers: _containers.RepeatedScalarFieldContainer[int]
     num_state_heads: int
     state_part_sizes: _containers.RepeatedScalarFieldContainer[int]
-    num_token_shares: int
-    def __init__(self, num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., tp_size: _Optional[int] = ..., block_size: _Optional[int] = ..., model: _Optional[str] = ..., layer_windows: _Optional[_Iterable[int]] = ..., num_planes: _Optional[int] = ..., state_layers: _Optional[_Iterable[int]] = ..., num_state_heads: _Optional[int] = ..., state_part_sizes: _Optional[_Iterable[int]] = ..., num_token_shares: _Optional[int] = ...) -> None: ...
+    share_size: int
+    def __init__(self, num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., tp_size: _Optional[int] = ..., block_size: _Optional[int] = ..., model: _Optional[str] = ..., layer_windows: _Optional[_Iterable[int]] = ..., num_planes: _Optional[int] = ..., state_layers: _Optional[_Iterable[int]] = ..., num_state_heads: _Optional[int] = ..., state_part_sizes: _Optional[_Iterable[int]] = ..., share_size: _Optional[int] = ...) -> None: ...
 
 class SenderHello(_message.Message):
     __slots__ = ("worker_id", "incarnation", "layout", "pair_epoch", "transports", "host_id", "wire_format", "chunk_tokens", "num_slots", "protocol")

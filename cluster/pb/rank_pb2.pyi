@@ -121,7 +121,7 @@ class RankReply(_message.Message):
     def __init__(self, number: _Optional[int] = ..., error: _Optional[str] = ..., size_bytes: _Optional[int] = ..., hello: _Optional[_Union[RankHello, _Mapping]] = ..., error_kind: _Optional[_Union[RankReply.Kind, str]] = ...) -> None: ...
 
 class RankHello(_message.Message):
-    __slots__ = ("tp_rank", "pid", "host", "device", "token", "protocol", "takes_unread_tokens")
+    __slots__ = ("tp_rank", "pid", "host", "device", "token", "protocol", "takes_unread_tokens", "splits_latents")
     TP_RANK_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +129,7 @@ class RankHello(_message.Message):
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     TAKES_UNREAD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SPLITS_LATENTS_FIELD_NUMBER: _ClassVar[int]
     tp_rank: int
     pid: int
     host: str
@@ -136,4 +137,5 @@ class RankHello(_message.Message):
     token: str
     protocol: str
     takes_unread_tokens: bool
-    def __init__(self, tp_rank: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., token: _Optional[str] = ..., protocol: _Optional[str] = ..., takes_unread_tokens: bool = ...) -> None: ...
+    splits_latents: bool
+    def __init__(self, tp_rank: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., token: _Optional[str] = ..., protocol: _Optional[str] = ..., takes_unread_tokens: bool = ..., splits_latents: bool = ...) -> None: ...

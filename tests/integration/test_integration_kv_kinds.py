@@ -3,14 +3,14 @@ what decode needs of each group of layers: all, a window, a latent, the newest s
 
 `make test` hands requests over between some pairs of sizes for each kind of KV (whole KV alone:
 test_integration_handoff.py). `make families` takes one model of each kind through every combination of tensor-parallel
-sizes, block sizes, prefix cache, what befalls the request, and number of sequences, and each other family through
-combinations in which every pair of values occurs.
+sizes, block sizes, prefix cache, what befalls the request, and number of sequences, and each other family, and latents
+that ranks divide among them, through combinations in which every pair of values occurs.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -38,11 +38,12 @@ NUM_KNOWN = 5
 LENGTHS = (17, 101, 300)
 TP_SIZES = (1, 2, 4)
 BLOCK_SIZES = (16, 32)
+EVENTS = ("none", "moves", "is lost")
 DIMENSIONS = {
     "prefill": tuple(itertools.product(TP_SIZES, BLOCK_SIZES)),
     "decode": tuple(itertools.product(TP_SIZES, BLOCK_SIZES)),
     "is_cached": (False, True),
-    "event": ("none", "moves", "is lost"),
+    "event": EVENTS,
     "n": (1, 3),
 }
 WINDOW = 24
@@ -148,7 +149,8 @@ class Fleet:
         if scenario.event == "none":
             return self._finish(key, scenario.n, prefill, decode)
         known = self._known(key, scenario.n, prefill, decode)
-        other = self.workers["decode", *next(size for size in DIMENSIONS["decode"] if size != scenario.decode)]
+        decoding = {(tp, block): worker for (role, tp, block), worker in self.workers.items() if role == "decode"}
+        other = next(worker for size, worker in decoding.items() if size != scenario.decode)
         if scenario.event == "is lost":
             for worker in (prefill, decode):
                 worker.send(cancel=worker_pb2.Cancel(key=key.to_proto()))
@@ -162,9 +164,10 @@ class Fleet:
             worker.wait_idle()
         return [(*before, *after) for before, after in zip(known, rest, strict=True)]
 
-    def of_prompt(self, name: str, prompt: list[int], source: Worker, decode: Worker) -> tuple[int, ...]:
+    @classmethod
+    def of_prompt(cls, name: str, prompt: list[int], source: Worker, decode: Worker) -> tuple[int, ...]:
         """The tokens of one sequence, by what `source` and `decode` have of its prompt already."""
-        (tokens,) = self._finish(hand_off(name, prompt, source, decode, _how(1)), 1, source, decode)
+        (tokens,) = cls._finish(hand_off(name, prompt, source, decode, _how(1)), 1, source, decode)
         return tokens
 
     @staticmethod
@@ -219,10 +222,12 @@ def step_tokens(block_size: int) -> int:
 
 
 @contextmanager
-def running_fleet(kind: str, folder: Path, sizes: Iterable[Size]) -> Iterator[Fleet]:
+def running_fleet(kind: str, folder: Path, sizes: Iterable[Size], split: Collection[str] = ()) -> Iterator[Fleet]:
+    """`split`: the roles whose ranks divide latents among them."""
     make_checkpoint(kind, folder, **(KINDS | FAMILIES)[kind])
     config = read_model(folder)
-    workers = {size: make_worker(folder, *size) for size in sizes if config.allows_tp_size(size[1])}
+    fitting = [size for size in sizes if config.allows_tp_size(size[1])]
+    workers = {size: make_worker(folder, *size, split_latents=size[0] in split) for size in fitting}
     with running(*workers.values()):
         yield Fleet(folder, workers)
 
@@ -291,6 +296,56 @@ def test_other_transports_and_rounded_kv_give_one_workers_tokens(fleet: Fleet, m
         for length in (17, 300):
             tokens = fleet.of_prompt(f"{length}", prompt_of(length), prefill, decode)
             assert [tokens] == one.generate(length, 1), length
+
+
+SPLITS = [("prefill", "decode"), ("prefill",), ("decode",)]
+"""Roles whose ranks divide latents among them."""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_ranks_that_divide_latents_hand_requests_over_to_any_other(split: tuple[str, ...], tmp_path: Path) -> None:
+    """A move or a loss goes on at a worker of other sizes. Of latents that both sides divide, each is sent once."""
+    prefill, decode = (2, 16), (4, 16)
+    sizes = [("prefill", *prefill), ("decode", *decode), ("decode", 2, 32)]
+    with running_fleet("deepseek-v3", tmp_path, sizes, split) as fleet:
+        for length, n, is_cached, event in [
+            *((length, 1, False, "none") for length in (1, 15, 16, 17, 300)),
+            *((101, n, is_cached, event) for n, is_cached, event in itertools.product((1, 3), (False, True), EVENTS)),
+        ]:
+            scenario = Scenario(prefill, decode, is_cached, event, n)
+            assert fleet.outputs(scenario, length) == fleet.expected(length, n), f"{scenario} {length}"
+        sender, receiver = fleet.workers["prefill", *prefill], fleet.workers["decode", *decode]
+        before = sender.stats.kv_bytes_sent, receiver.stats.kv_bytes_received
+        fleet.outputs(Scenario(prefill, decode, is_cached=False, event="none", n=1), 203)
+        sent, received = sender.stats.kv_bytes_sent - before[0], receiver.stats.kv_bytes_received - before[1]
+        copies = 1 if "decode" in split else 4
+        assert copies * bytes_of(fleet.config, 203) < sent == received < 1.3 * copies * bytes_of(fleet.config, 203)
+
+
+@pytest.mark.parametrize("more", OTHERS, ids=str)
+def test_other_transports_and_rounded_latents_are_divided_too(more: dict[str, Any], tmp_path: Path) -> None:
+    make_checkpoint("deepseek-v2", tmp_path)
+    how = {"block_size": 16, **more, "tp_size": 2, "expert_parallel": 2, "split_latents": True}
+    one = One(tmp_path, str(how.get("kv_cache_dtype", "auto")), how["block_size"])
+    sides = [make_worker(tmp_path, role, **how) for role in ("prefill", "decode")]
+    with running(*sides) as (prefill, decode):
+        assert {side.info.transport for side in (prefill, decode)} == {more["transport"]}
+        for length in (17, 300):
+            tokens = Fleet.of_prompt(f"{length}", prompt_of(length), prefill, decode)
+            assert [tokens] == one.generate(length, 1), length
+
+
+@pytest.mark.battery
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_every_scenario_of_divided_latents_equals_the_single_process_engine(
+    split: tuple[str, ...], tmp_path: Path
+) -> None:
+    sizes = itertools.product(("prefill", "decode"), TP_SIZES, BLOCK_SIZES)
+    with running_fleet("deepseek-v3", tmp_path, sizes, split) as fleet:
+        for scenario, length in zip(scenarios("deepseek-v2"), itertools.cycle(LENGTHS), strict=False):
+            assert fleet.outputs(scenario, length) == fleet.expected(length, scenario.n), f"{scenario} {length}"
 
 
 @pytest.mark.battery

@@ -6,14 +6,17 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
+from checkpoints import make_checkpoint
 from cluster_fixture import BUNDLED_MODEL, DECODE, PREFILL, PlainCluster, Stream, single_process, token_spec
 from scripted_router import baton
 from workers import Process
 
 from cluster.errors import IncompatibleProtocol
 from cluster.pb import admin_pb2, admin_pb2_grpc, rank_pb2, worker_pb2
+from cluster.protocol import spoken
 from cluster.rpc import create_blocking_channel
 from cluster.settings import WorkerSettings
 from engine.sampling.params import SamplingParams
@@ -208,3 +211,15 @@ def test_ranks_of_two_protocols_refuse_each_other_by_name_before_they_load(clust
     why = "rank 0 of worker decode-5 speaks protocol 2 to 3; its rank 1 speaks 1: upgrade its rank 1 first"
     assert why in follower.stderr()
     follower.stop()
+
+
+def test_an_older_rank_that_would_keep_whole_latents_is_refused_by_name(tmp_path: Path) -> None:
+    values = {"worker_id": "d", "role": "decode", "model_path": str(make_checkpoint("deepseek-v3", tmp_path))}
+    settings = WorkerSettings.from_values(**values, device="cpu", tp_size=2, split_latents=True)
+    leader = Process("worker", settings.to_json())
+    rank = connect(str(leader.expect("prepared")["rank_address"]), WAIT_S)
+    write_frame(rank, rank_pb2.RankReply(hello=rank_pb2.RankHello(tp_rank=1, protocol=spoken())))
+    assert leader.popen.wait(WAIT_S) == 1
+    rank.close()
+    assert "rank 1 of worker d does not split latents" in leader.stderr()
+    leader.stop()

@@ -33,7 +33,8 @@ def test_what_is_not_marked_as_run_time_is_refused_by_name() -> None:
         "rebalance",
     }
     assert {key.removeprefix("roles.decode.") for key in run_time_keys() if key.startswith("roles.decode.")} == {
-        *("devices", "tensor_parallel", "expert_parallel", "min_workers", "block_size", "kv_cache_tokens"),
+        *("devices", "tensor_parallel", "expert_parallel", "split_latents", "min_workers"),
+        *("block_size", "kv_cache_tokens"),
         "engine.max_num_batched_tokens",
     }
     refuse_fixed(["roles.decode.engine.attention", "roles.prefill.model.quantization"])

@@ -145,6 +145,18 @@ def test_groups_of_experts_divide_the_devices_of_a_worker() -> None:
     assert role_differences(config) == {"expert_parallel": (1, 2)}
 
 
+def test_latents_are_split_in_blocks_that_the_devices_divide() -> None:
+    sizes = {"devices": 4, "tensor_parallel": 4, "split_latents": True}
+    why = problem(roles={"decode": {**sizes, "block_size": 18}})
+    assert (
+        "roles.decode.split_latents: each of 4 devices (tensor_parallel) keeps an equal part of a block, which" in why
+    )
+    config = parse(roles={"prefill": {"block_size": 18}, "decode": {**sizes, "block_size": 20}})
+    assert [rank.split_latents for rank in plan_worker(config, "decode").ranks] == [True] * 4
+    assert not plan_worker(config, "prefill").ranks[0].split_latents
+    assert role_differences(config) == {"tensor_parallel": (1, 4), "split_latents": (False, True)}
+
+
 def test_prefill_without_workers_has_nothing_to_agree_on() -> None:
     parse(roles={"prefill": {"devices": 0, "min_workers": 0}, "decode": {"engine": {"kv_cache_dtype": "int8"}}})
 

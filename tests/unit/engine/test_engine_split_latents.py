@@ -29,6 +29,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: make_checkpoint(kind, tmp_path_factory.mktemp(kind)) for kind in KINDS}
 
 
+def prompt_of(length: int) -> list[int]:
+    return [(i * 37 + length) % (VOCAB_SIZE - 1) + 1 for i in range(length)]
+
+
 def logits_of(folder: Path, size: int, **how: Any) -> list[torch.Tensor]:
     """Each rank's logits of all positions."""
     return on_each_rank(size, lambda tp: run_in_chunks(make_runner(folder, tp=tp, **how), IDS, CHUNKS))
@@ -89,6 +93,37 @@ def test_sequences_of_all_lengths_in_one_step(folders: dict[str, Path]) -> None:
     whole, split = (on_each_rank(4, lambda tp, how=is_split: logits(tp, how)) for is_split in (False, True))
     for each in split:
         assert (each - whole[0]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(("size", "groups"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_tokens_are_those_of_transformers(folders: dict[str, Path], kind: str, size: int, groups: int) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folders[kind], dtype=torch.float32, attn_implementation="eager").eval()
+    model.generation_config.eos_token_id = None
+    prompts = [prompt_of(n) for n in (1, 15, 16, 17, 100)]
+    expected = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        found = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=64)
+        expected.append(found[0, len(prompt) :].tolist())
+
+    def greedy(tp: TPGroup) -> list[list[int]]:
+        runner = make_runner(folders[kind], tp=tp, split_latents=True, expert_parallel=groups, num_blocks=64)
+        tables = [tuple(range(11 * i, 11 * i + 11)) for i in range(len(prompts))]
+        outputs: list[list[int]] = [[] for _ in prompts]
+        new = prompts
+        while len(outputs[0]) < 64:
+            parts = zip(new, prompts, outputs, tables, strict=True)
+            slices = [
+                SequenceSlice(tuple(ids), (len(p) + len(o) - 1) * bool(o), table, True) for ids, p, o, table in parts
+            ]
+            tokens = runner.forward(step_of(runner, slices)).argmax(1).tolist()
+            for output, token in zip(outputs, tokens, strict=True):
+                output.append(token)
+            new = [[token] for token in tokens]
+        return outputs
+
+    assert on_each_rank(size, greedy) == [expected] * size
 
 
 def test_tokens_are_drawn_as_of_whole_latents(folders: dict[str, Path]) -> None:

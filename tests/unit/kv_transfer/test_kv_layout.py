@@ -121,6 +121,7 @@ def test_a_layout_with_shares_survives_its_message() -> None:
     shared = replace(LAYOUT, num_kv_heads=1, num_planes=1, num_token_shares=2)
     assert KvLayout.from_proto(handoff_pb2.KvLayout.FromString(shared.to_proto().SerializeToString())) == shared
     assert "latents split over 2 ranks" in str(shared)
+    assert not shared.to_proto().block_size, "a peer that does not know of shares must refuse the layout"
 
 
 def test_a_rank_outside_the_group_is_refused() -> None:

@@ -20,6 +20,7 @@ from worker import check_model
 USUAL = {
     "tensor_parallel": 1,
     "expert_parallel": 1,
+    "split_latents": False,
     "device": "cpu",
     "dtype": "auto",
     "quantization": "none",
@@ -56,6 +57,7 @@ def _refusal(folder: Path, capsys: pytest.CaptureFixture[str], **changes: Any) -
             "4",
         ),
         ({"tensor_parallel": 4, "expert_parallel": 2}, ""),
+        ({"split_latents": True}, "roles.decode.split_latents: MixtralForCausalLM keeps no latents; use false"),
     ],
 )
 def test_ranks_that_cannot_share_a_model_are_refused_with_the_numbers_that_can(
