@@ -207,6 +207,9 @@ def plan(
         typer.Option(metavar="NAME", help="A known name such as llama-3.1-70b, a Hugging Face folder, or its config."),
     ],
     memory: Annotated[bool, typer.Option("--memory", help="Only how the memory is shared out.")] = False,
+    split_latents: Annotated[
+        bool, typer.Option("--split-latents", help="With --memory: each TP device keeps a part of the latents (MLA).")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Say how many devices a model and a load need, in which roles, and what they would do and cost."""
@@ -215,10 +218,12 @@ def plan(
 
         shape = find_shape(model)
         if memory:
-            question = options.question(shape, _USUAL_CONTEXT)
+            question = replace(options.question(shape, _USUAL_CONTEXT), split_latents=split_latents)
             found = _memory(question, options.layouts())
             print(json.dumps(_memory_document(question, found)) if as_json else _render_memory(question, found))
             return
+        if split_latents:
+            raise ConfigError("--split-latents: what a step exchanges then is not planned for; use it with --memory")
         _plan(shape, options, load, goal, model, as_json)
 
 

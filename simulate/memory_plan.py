@@ -36,6 +36,12 @@ class MemoryQuestion:
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 256
     block_size: int = 16
+    split_latents: bool = False
+    """Whether each device of those that attention is sliced over keeps an equal part of every block's tokens."""
+
+    def num_shares(self, layout: DeviceLayout) -> int:
+        """Parts of a block's tokens, of which a device keeps one."""
+        return layout.tp_size if self.split_latents else 1
 
     def reserved_bytes(self, layout: DeviceLayout) -> int:
         if self.reserve_bytes is not None:
@@ -50,7 +56,7 @@ class MemoryQuestion:
         if not self.device.is_gpu:
             return rope
         logits = _GRAPH_LOGITS * self.max_num_seqs * shape.vocab_size * _LOGIT_BYTES
-        padding = self.block_size * shape.kv_bytes_per_token(layout.tp_size, self.kv_dtype)
+        padding = self.block_size // self.num_shares(layout) * shape.kv_bytes_per_token(layout.tp_size, self.kv_dtype)
         return rope + logits + _GPU_RESERVE_BYTES + padding
 
     def activation_bytes(self, layout: DeviceLayout) -> int:
@@ -61,6 +67,8 @@ class MemoryQuestion:
         heads, kv, turned = _widths(shape, tp_size)
         attention = tokens * (2 * heads + 2 * kv + 2 * turned) + 2 * shape.max_position_embeddings * kv
         attention += _expanded_elements(shape, tp_size)
+        if self.num_shares(layout) > 1:
+            attention += 4 * rows * shape.num_attention_heads * turned + 2 * shape.max_position_embeddings * turned
         mlp = tokens * (_mlp_elements(shape, layout) + shape.hidden_size)
         layer = (3 * tokens * shape.hidden_size + max(attention, mlp)) * shape.element_bytes
         scored = min(tokens, max(1, _SCORED_BYTES // (_LOGIT_BYTES * shape.vocab_size)))
@@ -123,12 +131,15 @@ class LayoutMemory:
 def memory_of(question: MemoryQuestion, layout: DeviceLayout) -> LayoutMemory:
     """Raises ConfigError for a layout that the model cannot be sliced into."""
     question.shape.check_layout(layout)
+    if question.split_latents and question.shape.latent is None:
+        raise ConfigError(f"--split-latents: {question.shape.name} keeps no latents; leave it out")
+    kv_bytes = question.shape.kv_bytes_per_token(layout.tp_size, question.kv_dtype)
     return LayoutMemory(
         layout=layout,
         budget_bytes=int(question.device.memory_bytes * question.memory_utilization),
         weight_bytes=question.shape.weight_bytes(layout, question.quantization),
         reserved_bytes=question.reserved_bytes(layout),
-        kv_bytes_per_token=question.shape.kv_bytes_per_token(layout.tp_size, question.kv_dtype),
+        kv_bytes_per_token=-(-kv_bytes // question.num_shares(layout)),
         context=question.context,
     )
 

@@ -166,7 +166,8 @@ class ModelShape:
         return max(1, self.num_key_value_heads // tp_size)
 
     def kv_bytes_per_token(self, tp_size: int, kv_dtype: str) -> int:
-        """Bytes of one token's KV in all layers on one device. A latent vector is whole on each."""
+        """Bytes of one token's KV in all layers on one device. A latent vector is whole on a device that
+        keeps it."""
         size, scale = KV_CELL_BYTES[kv_dtype]
         if self.latent is not None:
             return self.num_hidden_layers * (self.latent.width * size + scale)

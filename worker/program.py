@@ -224,7 +224,7 @@ class Leader(_Rank):
                 write_frame(sock, rank_pb2.RankCommand(start=start))  # from which that rank learns why
                 raise
             if said.splits_latents != settings.split_latents:
-                raise IncompatibleProtocol(f"rank {said.tp_rank} of worker {settings.worker_id} does not split latents: upgrade it")
+                raise IncompatibleProtocol(f"rank {said.tp_rank} of worker {settings.worker_id} does not split latents")
             hellos[said.tp_rank], sockets[said.tp_rank] = said, sock
         self._listener.close()
         ordered = [sockets[rank] for rank in sorted(sockets)]

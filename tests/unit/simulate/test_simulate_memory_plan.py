@@ -4,6 +4,7 @@ apply, and refusals that name the remedy."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,15 @@ def test_weights_kv_and_reserve_are_those_of_the_engine_for_families_that_it_ser
     plan = plan_memory(demand, free_bytes=int(80 * GB), activations=estimate_activations(demand, ""))
     found = memory_of(question, layout)
     assert (found.reserved_bytes, found.left_bytes) == (plan.activation_bytes + plan.reserved_bytes, plan.left_bytes)
+    if config.latent is None:
+        with pytest.raises(ConfigError, match=r"--split-latents: .* keeps no latents; leave it out"):
+            memory_of(replace(question, split_latents=True), layout)
+        return
+    demand = replace(demand, config=config.with_split_latents(tp_size))
+    plan = plan_memory(demand, free_bytes=int(80 * GB), activations=estimate_activations(demand, ""))
+    split = memory_of(replace(question, split_latents=True), layout)
+    assert (split.reserved_bytes, split.left_bytes) == (plan.activation_bytes + plan.reserved_bytes, plan.left_bytes)
+    assert split.kv_bytes_per_token == plan.kv_bytes_per_token == found.kv_bytes_per_token // tp_size
 
 
 def test_experts_are_sliced_with_tp_and_whole_with_ep() -> None:
@@ -189,6 +199,10 @@ def test_the_document_of_a_config_file_of_a_family_that_is_not_served(tmp_path: 
     told = json.loads(done.stdout)
     assert told["parameters"] / 1e9 == pytest.approx(15.71, rel=0.002)  # DeepSeek-V2-Lite: 15.7 B
     assert told["layouts"][0]["kv_bytes_per_token"] == 27 * 576 * 2
+    split = baton("plan", "--memory", "--split-latents", "--json", "--model", str(file), "--tp", "8", "--ep", "8")
+    assert json.loads(split.stdout)["layouts"][0]["kv_bytes_per_token"] == 27 * 576 * 2 / 8
+    refused = baton("plan", "--split-latents", "--model", str(file))
+    assert "--split-latents: what a step exchanges then is not planned for" in refused.stderr
     text = baton("plan", "--memory", "--model", str(file)).stdout
     assert "15.7 billion parameters, 2." in text
     assert "TP 1 EP 8" in text
