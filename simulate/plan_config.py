@@ -32,8 +32,8 @@ def config_text(question: PlanQuestion, plan: DevicePlan, model_path: str) -> st
         f"      quantization: {memory.quantization if shape.quantization == 'none' else 'none'}",
         f"      max_model_len: {min(shape.max_position_embeddings, memory.context)}",
         "    roles:",
-        f"      prefill: {_role(plan.prefill)}",
-        f"      decode: {_role(plan.decode)}",
+        f"      prefill: {_role(plan.prefill, shape.latent is not None)}",
+        f"      decode: {_role(plan.decode, shape.latent is not None)}",
         "    engine:",
         f"      device: {'cuda' if is_gpu else 'cpu'}",
         f"      kv_cache_dtype: {kv_dtype}",
@@ -46,10 +46,12 @@ def config_text(question: PlanQuestion, plan: DevicePlan, model_path: str) -> st
     return "\n".join(lines) + "\n"
 
 
-def _role(plan: RolePlan | None) -> str:
+def _role(plan: RolePlan | None, keeps_latents: bool) -> str:
+    """Latents are split where the plan repeats attention, so that the worker has no copies of them, either."""
     if plan is None:
         return "{devices: 0, tensor_parallel: 1, min_workers: 0}"
     layout = plan.option.layout
     sizes = f"devices: {plan.num_devices}, tensor_parallel: {layout.num_devices}"
     experts = f", expert_parallel: {layout.ep_size}" if layout.ep_size > 1 else ""
-    return f"{{{sizes}{experts}, min_workers: 1}}"
+    split = ", split_latents: true" if keeps_latents and layout.tp_size < layout.num_devices else ""
+    return f"{{{sizes}{experts}{split}, min_workers: 1}}"

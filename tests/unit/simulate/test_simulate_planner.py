@@ -259,6 +259,7 @@ def test_the_file_that_is_meant_can_be_served(model: str) -> None:
         layout = plan.decode.option.layout
         assert config.roles.decode.expert_parallel == layout.ep_size
         assert config.roles.decode.tensor_parallel == layout.num_devices
+        assert config.roles.decode.split_latents == (model == "deepseek-v3" and layout.tp_size < layout.num_devices)
         layouts = [layout] if plan.prefill is None else [layout, plan.prefill.option.layout]
         assert ("not served yet" in text) == any(each.tp_size < each.num_devices for each in layouts)
 
