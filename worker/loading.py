@@ -12,9 +12,10 @@ from functools import partial
 import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # exported without saying so
 
+from cluster.errors import IncompatibleProtocol
 from cluster.pb import rank_pb2
 from cluster.program import Report, give_way
-from cluster.protocol import spoken
+from cluster.protocol import check_protocol, spoken
 from cluster.settings import WorkerSettings
 from cluster.text import format_bytes
 from cluster.transports import shares_pages
@@ -209,6 +210,14 @@ def rank_hello(settings: WorkerSettings, device: str) -> rank_pb2.RankHello:
         takes_unread_tokens=True,
         splits_latents=settings.split_latents,
     )
+
+
+def check_rank(said: rank_pb2.RankHello, settings: WorkerSettings) -> None:
+    """Raises IncompatibleProtocol, at rank 0, for another rank that would not do what these settings say."""
+    name = f"rank {said.tp_rank} of worker {settings.worker_id}"
+    check_protocol(name, said.protocol, "its rank 0")
+    if said.splits_latents != settings.split_latents:
+        raise IncompatibleProtocol(f"{name} does not split latents as rank 0 does: upgrade it first")
 
 
 def overlaps_steps(wanted: str, device: str, hellos: Sequence[rank_pb2.RankHello]) -> tuple[bool, str]:

@@ -44,6 +44,7 @@ from worker.handoffs import Dial
 from worker.loading import (
     RENDEZVOUS_TIMEOUT_S,
     check_memory,
+    check_rank,
     group_start,
     load_rank,
     make_blocks,
@@ -197,8 +198,7 @@ class Leader(_Rank):
 
     def _gather_ranks(self, start: rank_pb2.Start) -> tuple[list[RankConnection], list[rank_pb2.RankHello]]:
         """Sockets of ranks 1.. in their order, and every rank's hello, rank 0's first."""
-        settings = self._settings
-        sockets: dict[int, RankConnection] = {}
+        settings, sockets = self._settings, dict[int, RankConnection]()
         hellos = {0: rank_hello(settings, self._resolved.device)}
         assert self._listener is not None, "prepare comes before start"
         give_up_at = time.monotonic() + RENDEZVOUS_TIMEOUT_S
@@ -219,12 +219,10 @@ class Leader(_Rank):
             if said.tp_rank in hellos or not 0 < said.tp_rank < settings.tp_size:
                 raise InternalError(f"a process connected as tensor-parallel rank {said.tp_rank} twice or out of range")
             try:
-                check_protocol(f"rank {said.tp_rank} of worker {settings.worker_id}", said.protocol, "its rank 0")
+                check_rank(said, settings)
             except IncompatibleProtocol:
                 write_frame(sock, rank_pb2.RankCommand(start=start))  # from which that rank learns why
                 raise
-            if said.splits_latents != settings.split_latents:
-                raise IncompatibleProtocol(f"rank {said.tp_rank} of worker {settings.worker_id} does not split latents")
             hellos[said.tp_rank], sockets[said.tp_rank] = said, sock
         self._listener.close()
         ordered = [sockets[rank] for rank in sorted(sockets)]

@@ -221,5 +221,5 @@ def test_an_older_rank_that_would_keep_whole_latents_is_refused_by_name(tmp_path
     write_frame(rank, rank_pb2.RankReply(hello=rank_pb2.RankHello(tp_rank=1, protocol=spoken())))
     assert leader.popen.wait(WAIT_S) == 1
     rank.close()
-    assert "rank 1 of worker d does not split latents" in leader.stderr()
+    assert "rank 1 of worker d does not split latents as rank 0 does" in leader.stderr()
     leader.stop()
