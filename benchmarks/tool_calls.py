@@ -1,13 +1,14 @@
 """Whether calls of tools are valid by construction: random tools, at a temperature at which models write nonsense.
 
     python -m benchmarks.tool_calls --requests 10000 --seed 1
-    python -m benchmarks.tool_calls --requests 200 --format hermes --format glm
+    python -m benchmarks.tool_calls --requests 200 --format hermes --format glm --anew
 
 A cluster of the bundled model serves each format in its turn, with a chat template that has its marks. Every request
-names up to four tools with random schemas and must call them, or one of them, at temperature 1.5. It is made twice with
-one seed, streamed and whole. Each call that ends must name a tool that is there, and its arguments must fit its schema
-(jsonschema); what the length limit cuts off must be no call; what was streamed must be the whole answer. Exits 1 where
-something was not so.
+names up to four tools with random schemas and must call them, or one of them, at temperature 1.5. It is streamed, and
+then read again as a whole, as a stream that broke would be; one in eight, and with `--anew` each, is generated twice
+with one seed, streamed and whole. Each call that ends must name a tool that is there, and its arguments must fit its
+schema (jsonschema); what the length limit cuts off must be no call of a whole answer, and no whole one of a stream;
+what was streamed must be the whole answer. Exits 1 where something was not so.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from router.tool_calls.registry import TOOL_FORMATS
 
 MODEL = ROOT / "models" / "tiny-shakespeare"
 TEMPERATURE, MAX_TOKENS, AT_ONCE, TIMEOUT_S = 1.5, 256, 24, 600.0
-_SHOWN = 5
+_SHOWN, _ONE_ANEW = 5, 8
 _TEMPLATE = """{{# {marks} #}}{{% for m in messages %}}{{{{ m.role }}}}: {{{{ m.content }}}}
 {{% endfor %}}{{% if tools %}}{{{{ tools | length }}}} tools{{% endif %}}
 JULIET:
@@ -142,15 +143,23 @@ class Output:
         return [call for call in self.calls if call[2]]
 
 
-def problems_of(streamed: Output, whole: Output, schemas: Mapping[str, Any], *, is_single: bool) -> list[str]:
-    """What is wrong with an answer."""
+def problems_of(
+    streamed: Output, whole: Output, schemas: Mapping[str, Any], *, is_single: bool, is_anew: bool
+) -> list[str]:
+    """What is wrong with an answer. One that is read again has pieces of a call that was cut off, as its stream had."""
     found = []
     for name, arguments, _ in streamed.whole:
         try:
             jsonschema.validate(json.loads(arguments), schemas[name])
         except (ValueError, KeyError, jsonschema.ValidationError) as error:
             found.append(f"{name}: {arguments}: {error!r:.300}")
-    if streamed.whole != whole.whole or whole.calls != whole.whole or streamed.finish != whole.finish:
+    has_pieces = is_anew and whole.calls != whole.whole
+    if (
+        streamed.whole != whole.whole
+        or has_pieces
+        or streamed.finish != whole.finish
+        or (not is_anew and streamed != whole)
+    ):
         found.append(f"streamed {streamed} is not {whole}")
     if streamed.finish != pb.FINISH_REASON_LENGTH:
         if streamed.finish != pb.FINISH_REASON_TOOL_CALLS or not streamed.calls or streamed.text or whole.text:
@@ -163,8 +172,9 @@ def problems_of(streamed: Output, whole: Output, schemas: Mapping[str, Any], *, 
 class Trial:
     """Requests to one cluster."""
 
-    def __init__(self, address: str, random: Random, words: Sequence[str]) -> None:
+    def __init__(self, address: str, random: Random, words: Sequence[str], *, is_anew: bool) -> None:
         self._address, self._random, self._words = address, random, words
+        self._one_anew = 1 if is_anew else _ONE_ANEW
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
 
@@ -179,12 +189,17 @@ class Trial:
 
     async def _one(self, stub: Any) -> None:
         spec, schemas = random_spec(self._random, self._words)
-        streamed, whole = Output(), Output()
+        streamed, whole, generation_id = Output(), Output(), ""
+        is_anew = self._random.randrange(self._one_anew) == 0
+        if not is_anew:
+            spec.resume.SetInParent()
         try:
             async for event in stub.GenerateStream(pb.GenerateStreamRequest(spec=spec), timeout=TIMEOUT_S):
+                generation_id = event.started.generation_id or generation_id
                 streamed.add(event.delta.parts, event.delta.text)
                 streamed.finish = streamed.finish or event.sequence_end.finish_reason
-            answer = await stub.Generate(pb.GenerateRequest(spec=spec), timeout=TIMEOUT_S)
+            again = spec if is_anew else pb.GenerationSpec(resume=pb.ResumeFrom(generation_id=generation_id))
+            answer = await stub.Generate(pb.GenerateRequest(spec=again), timeout=TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             self.counts["refused"] += 1
             self.problems.append(f"{error.code().name}: {error.details()}: {spec.chat.json:.500}")
@@ -192,13 +207,14 @@ class Trial:
         whole.add(answer.outputs[0].parts, answer.outputs[0].text)
         whole.finish = answer.ends[0].finish_reason
         self.counts["ended" if whole.finish != pb.FINISH_REASON_LENGTH else "cut off"] += 1
-        self.counts["calls"] += len(whole.calls)
-        problems = problems_of(streamed, whole, schemas, is_single=spec.chat.tool_choice.single)
+        self.counts["calls"] += len(whole.whole)
+        self.counts["anew"] += is_anew
+        problems = problems_of(streamed, whole, schemas, is_single=spec.chat.tool_choice.single, is_anew=is_anew)
         self.counts["wrong"] += bool(problems)
         self.problems += problems
 
 
-def run(name: str, requests: int, seed: int) -> Trial:
+def run(name: str, requests: int, seed: int, *, is_anew: bool) -> Trial:
     """Serves one format, and tries it."""
     random = Random(f"{seed} {name}")
     marks = " ".join(next(each for each in TOOL_FORMATS if each.name == name).marks)
@@ -215,7 +231,7 @@ def run(name: str, requests: int, seed: int) -> Trial:
         config = Path(folder) / "cluster.yaml"
         config.write_text(yaml.safe_dump(cluster), "utf-8")
         with running_cluster(config) as address:
-            trial = Trial(address, random, (MODEL / "held_out.txt").read_text("utf-8").split()[:2000])
+            trial = Trial(address, random, (MODEL / "held_out.txt").read_text("utf-8").split()[:2000], is_anew=is_anew)
             asyncio.run(trial.run(requests))
     return trial
 
@@ -225,12 +241,18 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=10_000, help="of all formats together")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--format", action="append", choices=[each.name for each in TOOL_FORMATS])
+    parser.add_argument("--anew", action="store_true", help="whole answers are computed, not read again")
     given = parser.parse_args()
     formats = given.format or [each.name for each in TOOL_FORMATS]
     total: Counter[str] = Counter()
     for number, name in enumerate(formats):
         begun = time.perf_counter()
-        trial = run(name, given.requests // len(formats) + (number < given.requests % len(formats)), given.seed)
+        trial = run(
+            name,
+            given.requests // len(formats) + (number < given.requests % len(formats)),
+            given.seed,
+            is_anew=given.anew,
+        )
         total += trial.counts
         print(f"{name}: {_told(trial.counts)} in {time.perf_counter() - begun:.0f} s", flush=True)
         for problem in trial.problems[:_SHOWN]:
@@ -240,7 +262,7 @@ def main() -> None:
 
 
 def _told(counts: Counter[str]) -> str:
-    return ", ".join(f"{counts[kind]} {kind}" for kind in ("ended", "cut off", "calls", "wrong", "refused"))
+    return ", ".join(f"{counts[kind]} {kind}" for kind in ("ended", "cut off", "calls", "anew", "wrong", "refused"))
 
 
 if __name__ == "__main__":
