@@ -58,7 +58,16 @@ class CallItem(TypedDict):
     """Of a function that is in one."""
 
 
-OutputItem: TypeAlias = MessageItem | ReasoningItem | CallItem
+class CustomCallItem(TypedDict):
+    id: str
+    type: Literal["custom_tool_call"]
+    status: ItemStatus
+    call_id: str
+    name: str
+    input: str
+
+
+OutputItem: TypeAlias = MessageItem | ReasoningItem | CallItem | CustomCallItem
 
 
 class InputDetails(TypedDict):
@@ -215,6 +224,16 @@ class ArgumentsDone(_PieceEvent):
     arguments: str
 
 
+class CustomInputDelta(_PieceEvent):
+    type: Literal["response.custom_tool_call_input.delta"]
+    delta: str
+
+
+class CustomInputDone(_PieceEvent):
+    type: Literal["response.custom_tool_call_input.done"]
+    input: str
+
+
 Event = dict[str, Any]
 """One that is made: a StreamedEvent."""
 
@@ -240,4 +259,6 @@ StreamedEvent: TypeAlias = (
     | ReasoningDone
     | ArgumentsDelta
     | ArgumentsDone
+    | CustomInputDelta
+    | CustomInputDone
 )

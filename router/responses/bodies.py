@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
 
 from router.api.call import MOST_MESSAGES, MOST_TOOLS, Effort
+from router.api.violations import shortened
 from router.openai.bodies import MOST_METADATA, Body, Items, at_most
 
 IGNORED = (
@@ -60,6 +62,34 @@ class NamespaceTool(Body):
     tools: Annotated[Items[FunctionTool], at_most(MOST_TOOLS, "tools")]
 
 
+class CustomFormat(Body):
+    """What the input of a custom tool must be: any text, or what a regular expression matches as a whole."""
+
+    type: Literal["text", "grammar"]
+    syntax: str | None = None
+    definition: str | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> CustomFormat:
+        if self.type == "grammar" and self.syntax != "regex":
+            given = {"syntax": shortened(str(self.syntax))}
+            what = "has the syntax {syntax}, which is not served: input is held to one of the syntax regex, or is text"
+            raise PydanticCustomError("not_served", what, given)
+        if (self.type == "grammar") != (self.definition is not None):
+            raise PydanticCustomError("definition", "must have a definition where its type is grammar, and only there")
+        return self
+
+
+class CustomTool(Body):
+    """A tool whose input is text."""
+
+    type: Literal["custom"]
+    name: str
+    description: str | None = None
+    format: CustomFormat | None = None
+    defer_loading: Literal[False] | None = None
+
+
 class WebSearchTool(BaseModel):
     """A tool that OpenAI runs by itself. Nothing runs it here, so the model is not told of it."""
 
@@ -70,19 +100,22 @@ class WebSearchTool(BaseModel):
 def _tool_tag(found: Any) -> str:
     """Names the type of a tool in a way that is no name of a field, so that paths of errors leave it out."""
     kind = str(found.get("type") if isinstance(found, dict) else getattr(found, "type", None))
-    return "<namespace>" if kind == "namespace" else "<search>" if kind.startswith("web_search") else "<function>"
+    if kind in ("namespace", "custom"):
+        return f"<{kind}>"
+    return "<search>" if kind.startswith("web_search") else "<function>"
 
 
 Tool = Annotated[
     Annotated[FunctionTool, Tag("<function>")]
     | Annotated[NamespaceTool, Tag("<namespace>")]
+    | Annotated[CustomTool, Tag("<custom>")]
     | Annotated[WebSearchTool, Tag("<search>")],
     Discriminator(_tool_tag),
 ]
 
 
 class ChosenFunction(Body):
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: str
 
 

@@ -28,13 +28,25 @@ from router.responses.bodies import (
     LONGEST_KEY,
     LONGEST_VALUE,
     ChosenFunction,
+    CustomTool,
     FunctionTool,
     NamespaceTool,
     ResponseBody,
     Tool,
+    WebSearchTool,
 )
+from router.responses.custom_tools import parameters_of
 from router.responses.events import ResponseEvents, ResponsePosition
-from router.responses.items import Item, ItemReference, is_reference, messages_of, name_in, read_items
+from router.responses.items import (
+    CALLS,
+    OUTPUTS_OF_CALLS,
+    Item,
+    ItemReference,
+    is_reference,
+    messages_of,
+    name_in,
+    read_items,
+)
 from router.responses.store import (
     NO_CONVERSATION,
     KeptConversation,
@@ -246,9 +258,9 @@ def _cuts(items: Sequence[Item]) -> list[int]:
     begun: dict[str, int] = {}
     is_inside = [False] * (len(items) + 1)
     for index, item in enumerate(items):
-        if item["type"] == "function_call":
+        if item["type"] in CALLS:
             begun[item["call_id"]] = index
-        elif item["type"] == "function_call_output":
+        elif item["type"] in OUTPUTS_OF_CALLS:
             for inside in range(begun.get(item["call_id"], index) + 1, index + 1):
                 is_inside[inside] = True
     free = [index for index in range(1, len(items)) if not is_inside[index]]
@@ -302,12 +314,18 @@ def _functions(tool: Tool) -> list[dict[str, Any]]:
     if isinstance(tool, NamespaceTool):
         functions = [function for each in tool.tools for function in _functions(each)]
         return [{**function, "name": name_in(tool.name, function["name"])} for function in functions]
+    if isinstance(tool, CustomTool):
+        described = {} if tool.description is None else {"description": tool.description}
+        parameters = parameters_of(None if tool.format is None else tool.format.definition)
+        return [{"name": tool.name, **described, "parameters": parameters, "strict": True}]
     return []
 
 
-def _told_tool(tool: FunctionTool | NamespaceTool) -> dict[str, Any]:
+def _told_tool(tool: FunctionTool | NamespaceTool | CustomTool) -> dict[str, Any]:
     """A tool as answers have it."""
     told: dict[str, Any] = {"description": None} | tool.model_dump(exclude_none=True)
+    if isinstance(tool, CustomTool):
+        return {"format": {"type": "text"}} | told
     if isinstance(tool, NamespaceTool):
         return told | {"description": tool.description or "", "tools": [_told_tool(each) for each in tool.tools]}
     return {"parameters": None, "strict": None} | told
@@ -333,7 +351,7 @@ def _or_default(given: float | None, default: float) -> float:
 def _answer_head(body: ResponseBody, response_id: str, model: pb.Model, *, is_stored: bool) -> ResponseAnswer:
     defaults = model.default_sampling
     text = {} if body.text is None else body.text.model_dump(by_alias=True, exclude_none=True)
-    tools = [_told_tool(tool) for tool in body.tools or () if isinstance(tool, FunctionTool | NamespaceTool)]
+    tools = [_told_tool(tool) for tool in body.tools or () if not isinstance(tool, WebSearchTool)]
     choice = body.tool_choice or "auto"
     effort = None if body.reasoning is None else body.reasoning.effort
     return {

@@ -30,6 +30,7 @@ from router.openai.answers import ChatToken
 from router.openai.errors import HttpFailure, timing_of
 from router.responses.answers import (
     CallItem,
+    CustomCallItem,
     Event,
     Incomplete,
     ItemStatus,
@@ -44,9 +45,10 @@ from router.responses.answers import (
     ResponseUsage,
     ToldEvents,
 )
+from router.responses.custom_tools import InputReader
 from router.responses.items import RESPONSE, encode_reasoning, item_id, name_in
 
-Kind = Literal["message", "reasoning", "function_call"]
+Kind = Literal["message", "reasoning", "function_call", "custom_tool_call"]
 _AT_BEGIN = ("response.created", "response.queued", "response.in_progress")
 _POSITION = re.compile(r"(gen-[0-9a-f]{24})\.([0-9a-f]{48})\.(\d{1,12})\.(\d{1,9})\.(\d{1,9})\.(\d{1,9})", re.ASCII)
 NameTokens = Callable[[Sequence[pb.TokenLogprob]], list[ChatToken]]
@@ -92,12 +94,18 @@ class _OpenItem:
     index: int
     item_id: str
     text: str = ""
-    """So far; of a call, its arguments."""
+    """So far; of a call, its arguments or its input."""
     logprobs: list[ChatToken] = field(default_factory=list)
     call_index: int = -1
     call_id: str = ""
     name: str = ""
     namespace: str = ""
+    input: InputReader | None = None
+    """Of a call of a custom tool."""
+
+    @property
+    def is_call(self) -> bool:
+        return self.kind in ("function_call", "custom_tool_call")
 
     @property
     def part(self) -> OutputText | ReasoningText:
@@ -119,6 +127,16 @@ class _OpenItem:
             if self.namespace:
                 call["namespace"] = self.namespace
             return call
+        if self.kind == "custom_tool_call":
+            custom: CustomCallItem = {
+                "id": self.item_id,
+                "type": "custom_tool_call",
+                "status": status,
+                "call_id": self.call_id,
+                "name": self.name,
+                "input": self.text,
+            }
+            return custom
         if self.kind == "message":
             message: MessageItem = {
                 "id": self.item_id,
@@ -161,6 +179,7 @@ class ResponseEvents:
             for tool in space.get("tools", ())
         }
         """By the name of a function that is in one: it, and the function's name there."""
+        self._customs = {tool["name"] for tool in answer["tools"] if tool["type"] == "custom"}
         self._told = told or ToldEvents()
         self._num_events = self._told.num_events
         self._position = self._num_here = 0
@@ -214,7 +233,7 @@ class ResponseEvents:
     def fail(self, failure: HttpFailure) -> Event:
         """The response ends here, by a failure."""
         answer, item = self.answer, self._open
-        if item is not None and item.kind != "function_call":
+        if item is not None and not item.is_call:
             answer["output"].append(item.item("incomplete"))
         code: Any = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(failure.status, "server_error")
         answer["error"] = cast("ResponseFailure", {"code": code, "message": failure.body["error"]["message"]})
@@ -266,14 +285,21 @@ class ResponseEvents:
             return
         if self._open is None or self._open.call_index != piece.index:
             self._close("completed")
-            self._begin("function_call", piece)
+            self._begin("custom_tool_call" if piece.name in self._customs else "function_call", piece)
             self._advance("", 1)
         item = self._open
         assert item is not None
         new = self._advance(piece.arguments)
-        item.text += piece.arguments
+        if item.input is not None:
+            item.text += item.input.read(piece.arguments[: len(piece.arguments) - len(new)])
+            new = item.input.read(new)
+            item.text += new
+        else:
+            item.text += piece.arguments
         if new:
-            self._piece(item, "response.function_call_arguments.delta", delta=new)
+            is_custom = item.input is not None
+            kind = "response.custom_tool_call_input" if is_custom else "response.function_call_arguments"
+            self._piece(item, f"{kind}.delta", delta=new)
         if piece.is_whole:
             self._close("completed")
             self._advance("", 1)
@@ -283,9 +309,10 @@ class ResponseEvents:
         self._open = item = _OpenItem(kind, index, item_id(kind, self.answer["id"], index))
         if call is not None:
             item.call_index, item.call_id = call.index, call.id
+            item.input = InputReader() if kind == "custom_tool_call" else None
             item.namespace, item.name = self._namespaces.get(call.name, ("", call.name))
         self._tell("response.output_item.added", output_index=index, item=item.item("in_progress"))
-        if kind != "function_call":
+        if not item.is_call:
             self._piece(item, "response.content_part.added", content_index=0, part=item.part)
 
     def _close(self, status: ItemStatus) -> None:
@@ -301,7 +328,9 @@ class ResponseEvents:
                 self._piece(item, "response.reasoning_text.done", content_index=0, text=item.text)
             case "function_call":
                 self._piece(item, "response.function_call_arguments.done", name=item.name, arguments=item.text)
-        if item.kind != "function_call":
+            case "custom_tool_call":
+                self._piece(item, "response.custom_tool_call_input.done", input=item.text)
+        if not item.is_call:
             self._piece(item, "response.content_part.done", content_index=0, part=item.part)
         done = item.item(status, is_encoded=self._encodes_reasoning)
         self.answer["output"].append(done)
@@ -313,7 +342,7 @@ class ResponseEvents:
         reason = _INCOMPLETE.get(self._end)
         if self._open is None and not self.answer["output"]:
             self._begin("message")
-        if self._open is not None and self._open.kind == "function_call":
+        if self._open is not None and self._open.is_call:
             self._open = None
         self._close("completed" if reason is None else "incomplete")
         answer = self.answer

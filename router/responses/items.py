@@ -2,7 +2,7 @@
 
     message (user, system, developer)                    one message
     reasoning, message (assistant), function_call, ...   one message of the assistant, in the order of its turn
-    function_call_output                                 one message of a tool
+    function_call_output, custom_tool_call_output        one message of a tool
 
 Items come in many spellings; `read_items` brings them into the one in which they are kept and listed. An item's id
 names its response, so that it can be referred to.
@@ -18,12 +18,22 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from router.api.violations import Violations, shortened
+from router.responses.custom_tools import arguments_of
 
 Item = dict[str, Any]
 
 RESPONSE = "resp_"
-_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
-_ITEM_ID = re.compile(r"(?:msg|fc|fco|rs)_([0-9a-f]{48})([0-9a-f]{4})", re.ASCII)
+_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "reasoning": "rs",
+}
+CALLS = ("function_call", "custom_tool_call")
+OUTPUTS_OF_CALLS = ("function_call_output", "custom_tool_call_output")
+_ITEM_ID = re.compile(r"(?:msg|fc|fco|ctc|ctco|rs)_([0-9a-f]{48})([0-9a-f]{4})", re.ASCII)
 _FIRST_OF_INPUT = 0x8000
 """Number of an input's first item; those of outputs count from 0."""
 _ENCODED = "baton-v1."
@@ -35,6 +45,8 @@ _KNOWN: dict[str, tuple[str, ...]] = {
     "message": ("role", "content", "phase"),
     "function_call": ("call_id", "name", "arguments", "namespace"),
     "function_call_output": ("call_id", "output", "name"),
+    "custom_tool_call": ("call_id", "name", "input"),
+    "custom_tool_call_output": ("call_id", "output", "name"),
     "reasoning": ("summary", "content", "encrypted_content"),
 }
 """Fields of each type of item beside `id`, `type` and `status`, which change nothing; others must be null."""
@@ -94,7 +106,7 @@ def read_items(
         given = [{"role": "user", "content": given}]
     if not given and not before:
         wrong.add("input", "must hold at least one item")
-    called = {item["call_id"] for item in before if item["type"] == "function_call"}
+    called = {item["call_id"] for item in before if item["type"] in CALLS}
     items: list[Item] = []
     for index, item in enumerate(given):
         field = f"input[{index}]"
@@ -158,20 +170,34 @@ def _texts(content: object, field: str, wrong: Violations) -> list[str]:
 
 
 def _call(item: Item, field: str, called: set[str], wrong: Violations) -> Item:
-    call_id, name, arguments = item.get("call_id"), item.get("name"), item.get("arguments")
-    namespace = item.get("namespace")
-    if not isinstance(call_id, str) or not call_id:
-        wrong.add(f"{field}.call_id", "must be the id of the call")
-    else:
-        called.add(call_id)
-    if not isinstance(name, str) or not name:
-        wrong.add(f"{field}.name", "must be the name of a function")
+    call_id, name = _named_call(item, field, called, wrong)
+    arguments, namespace = item.get("arguments"), item.get("namespace")
     if not _is_object(arguments):
         wrong.add(f"{field}.arguments", "must be the text of a JSON object")
     if namespace is not None and not isinstance(namespace, str):
         wrong.add(f"{field}.namespace", "must be the name of a namespace among the tools")
     call = {"status": "completed", "call_id": call_id, "name": name, "arguments": arguments}
     return call | ({"namespace": namespace} if namespace else {})
+
+
+def _custom_call(item: Item, field: str, called: set[str], wrong: Violations) -> Item:
+    call_id, name = _named_call(item, field, called, wrong)
+    text = item.get("input")
+    if not isinstance(text, str):
+        wrong.add(f"{field}.input", "must be the text that the tool was called with")
+    return {"status": "completed", "call_id": call_id, "name": name, "input": text}
+
+
+def _named_call(item: Item, field: str, called: set[str], wrong: Violations) -> tuple[object, object]:
+    """The id of a call, and the tool's name."""
+    call_id, name = item.get("call_id"), item.get("name")
+    if not isinstance(call_id, str) or not call_id:
+        wrong.add(f"{field}.call_id", "must be the id of the call")
+    else:
+        called.add(call_id)
+    if not isinstance(name, str) or not name:
+        wrong.add(f"{field}.name", "must be the name of a function")
+    return call_id, name
 
 
 def _is_object(text: object) -> bool:
@@ -184,7 +210,7 @@ def _is_object(text: object) -> bool:
 def _call_output(item: Item, field: str, called: set[str], wrong: Violations) -> Item:
     call_id, output = item.get("call_id"), item.get("output")
     if not isinstance(call_id, str) or call_id not in called:
-        what = "must be that of a function_call before it, here or in the conversation that this continues"
+        what = "must be that of a call before it, here or in the conversation that this continues"
         wrong.add(f"{field}.call_id", f"{what} (got {shortened(str(call_id))!r})")
     texts = _texts(output, f"{field}.output", wrong)
     kept = output if isinstance(output, str) else [{"type": "input_text", "text": text} for text in texts]
@@ -214,6 +240,8 @@ _READERS: dict[str, Callable[[Item, str, set[str], Violations], Item]] = {
     "message": _message,
     "function_call": _call,
     "function_call_output": _call_output,
+    "custom_tool_call": _custom_call,
+    "custom_tool_call_output": _call_output,
     "reasoning": _reasoning,
 }
 
@@ -224,7 +252,7 @@ def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
     turn: dict[str, Any] | None = None
     for item in items:
         kind = item["type"]
-        if kind == "function_call_output" or (kind == "message" and item["role"] != "assistant"):
+        if kind in OUTPUTS_OF_CALLS or (kind == "message" and item["role"] != "assistant"):
             turn = None
             messages.append(_plain_message(item))
             continue
@@ -251,9 +279,10 @@ def _begins_a_message(item: Item, turn: Mapping[str, Any]) -> bool:
 
 
 def _add_to_turn(turn: dict[str, Any], item: Item) -> None:
-    if item["type"] == "function_call":
+    if item["type"] in CALLS:
         name = name_in(item["namespace"], item["name"]) if "namespace" in item else item["name"]
-        function = {"name": name, "arguments": item["arguments"]}
+        is_custom = item["type"] == "custom_tool_call"
+        function = {"name": name, "arguments": arguments_of(item["input"]) if is_custom else item["arguments"]}
         turn.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
     elif item["type"] == "reasoning":
         text = "".join(part["text"] for part in item["content"])
