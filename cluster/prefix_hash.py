@@ -37,19 +37,31 @@ def root_of(block_size: int) -> bytes:
 
 def block_hashes(
     parent: bytes, token_ids: Sequence[int], block_size: int, key: bytes, num_known: int = 0
-) -> Iterator[bytes]:
-    """Yields the hashes of the full blocks of one group, but for the first `num_known`.
+) -> Sequence[bytes]:
+    """Returns the hashes of the full blocks of one group, but for the first `num_known`.
 
-    `parent`: that of the last block of the group before, or `root_of` the size. `token_ids`: the group's own.
+    `parent`: that of the last block of the group before, or `root_of` the size. `token_ids`: the group's own. Whole
+    groups are asked for again soon: a prompt is looked up before it is computed, and published afterwards.
     """
+    if num_known:
+        return _block_hashes(parent, token_ids, block_size, key, num_known)
+    return _new_hashes(parent, tuple(token_ids), block_size, key)
+
+
+def _block_hashes(
+    parent: bytes, token_ids: Sequence[int], block_size: int, key: bytes, num_known: int = 0
+) -> tuple[bytes, ...]:
     block_bytes = block_size * calcsize(_TOKEN)
     tokens = _written(token_ids)
     known_bytes = num_known * block_bytes
-    hasher = _hash(parent + tokens[:known_bytes], key=key)
-    update, digest = hasher.update, hasher.digest
+    hasher, hashes = _hash(parent + tokens[:known_bytes], key=key), []
     for begin in range(known_bytes, len(tokens), block_bytes):
-        update(tokens[begin : begin + block_bytes])
-        yield digest()
+        hasher.update(tokens[begin : begin + block_bytes])
+        hashes.append(hasher.digest())
+    return tuple(hashes)
+
+
+_new_hashes = lru_cache(1024)(_block_hashes)
 
 
 def prefix_hashes(token_ids: Sequence[int], block_size: int, salt: bytes) -> Iterator[bytes]:

@@ -22,6 +22,7 @@ from simulate.network import CONNECT_AGAIN_S, Network
 from simulate.ranks import Pages
 from worker.core import Core
 from worker.handoff_connection import HandoffConnection, HandoffMessage
+from worker.handoff_metrics import HandoffMetrics
 from worker.handoff_streams import HandoffStreams
 from worker.reporter import CacheReporter, Reporter, RouterSession, finish_to_proto
 
@@ -165,6 +166,17 @@ def beat(network: Network, clients: Iterable[WorkerClient]) -> None:
         assert isinstance(client, DirectClient)
         client.beat()
     network.loop.call_later(BEAT_S, beat, network, clients)
+
+
+REPORTERS = DirectReporter, DirectCacheReporter
+"""Of a worker whose events are no messages."""
+
+
+class UncountedHandoffs(HandoffMetrics):
+    """Nobody reads what is counted of hand-offs here."""
+
+    def moved(self, direction: str, transport: str, num_bytes: int) -> None:
+        """Counts nothing."""
 
 
 class DirectConnection(HandoffConnection):

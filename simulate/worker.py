@@ -25,8 +25,8 @@ from engine.kv.block_manager import BlockManager
 from engine.kv.tiered_blocks import TieredBlocks
 from kv_transfer.layout import KvLayout
 from prefill_worker.sender import Sender
+from simulate import links
 from simulate.curves import LinearCurve, StepCurve
-from simulate.links import DirectCacheReporter, DirectConnection, DirectReporter, DirectService, DirectStreams
 from simulate.model import END_TOKEN, KvPages
 from simulate.network import Host, Network
 from simulate.ranks import Clockwork, SimulatedRanks
@@ -122,9 +122,8 @@ class SimulatedInbox(Inbox):
         self._wake()
 
     def run(self, wait: bool) -> None:
-        posted = self._posted
-        while posted:
-            function, arguments = posted.popleft()
+        while self._posted:
+            function, arguments = self._posted.popleft()
             function(*arguments)
 
 
@@ -186,10 +185,10 @@ class SimulatedWorker:
             _at_once if cluster.is_fast else speaking.post,
             self.ranks.issue,
             timing,
-            HandoffMetrics(),
+            links.UncountedHandoffs() if cluster.is_fast else HandoffMetrics(),
             clock=loop.time,
             fresh_name=cluster.fresh_name,
-            make_connection=DirectConnection if cluster.is_fast else HandoffConnection,
+            make_connection=links.DirectConnection if cluster.is_fast else HandoffConnection,
         )
         self.stats = context.stats
         make_core = partial(SimulatedCore, self._computes) if spec.long_tokens else Core
@@ -206,11 +205,11 @@ class SimulatedWorker:
             overlaps=spec.overlaps,
             clock=loop.time,
             pipeline=RunPipeline if cluster.is_fast else StepPipeline,
-            reporters=(DirectReporter, DirectCacheReporter) if cluster.is_fast else (Reporter, CacheReporter),
+            reporters=links.REPORTERS if cluster.is_fast else (Reporter, CacheReporter),
         )
         info = self._info(num_blocks)
-        if isinstance(streams, DirectStreams):
-            self.host.serve(DirectService(self.core, streams, info))
+        if isinstance(streams, links.DirectStreams):
+            self.host.serve(links.DirectService(self.core, streams, info))
         else:
             self._service = WorkerService(speaking, self.core, streams, info, timing)
             self.host.serve(self._service)
@@ -220,7 +219,7 @@ class SimulatedWorker:
 
     def _make_streams(self, handshake: Handshake, timing: FailureTimeouts) -> HandoffStreams:
         if self._cluster.is_fast:
-            return DirectStreams(self._cluster.network, handshake, timing)
+            return links.DirectStreams(self._cluster.network, handshake, timing)
         return HandoffStreams(handshake, timing, open_channel=self.host.channel)
 
     def _make_ranks(self, pages: KvPages, inbox: Inbox) -> SimulatedRanks:
@@ -328,7 +327,7 @@ class SimulatedWorker:
         assert not has_ended and self.ranks.num_steps == num_steps, f"{self.spec.worker_id} slept, and had work to do"
 
     def _dial(self, streams: HandoffStreams, connection: HandoffConnection, address: str, incarnation: str) -> None:
-        if isinstance(streams, DirectStreams):
+        if isinstance(streams, links.DirectStreams):
             streams.dial(connection, address, incarnation)
         else:
             self._cluster.loop.call_soon(streams.dial, connection, address, incarnation)

@@ -32,6 +32,8 @@ HALF_LIFE_STEPS = 100
 LEAST_STEPS = 3
 _EVERY = 8
 """One in so many steps without a prompt's tokens is taken in; the first ones all are."""
+_KNOWN_FOR = 64
+"""The cost by which a step is taken for held up is that of so many steps ago at most."""
 _SLOWEST = 20.0
 """Times what was predicted: beyond that something else held the step up."""
 _UNITS = np.array([1.0, 1e2, 1e5, 1e1, 1e4])
@@ -151,7 +153,7 @@ class StepClock:
     def note(self, step: StepSize, seconds: float) -> None:
         """A step of this size has taken so long."""
         if self._num_taken > 4 * LEAST_STEPS:
-            known = self._solved if self._num_taken % _EVERY else self.cost
+            known = self._solved if self._num_taken % _KNOWN_FOR else self.cost
             if known is not None and seconds > _SLOWEST * known.of(step):
                 return
         self._noted.append(

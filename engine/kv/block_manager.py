@@ -260,7 +260,7 @@ class BlockManager:
             if parent is None:  # its tokens have left every window
                 parent = prefix_hash.PrefixHashes(token_ids, size, salt).end_of_group(first // prefix_hash.GROUP - 1)
             tokens = token_ids[first * size : end * size]
-            new = list(prefix_hash.block_hashes(parent, tokens, size, key, start - first))
+            new = prefix_hash.block_hashes(parent, tokens, size, key, start - first)
             for place, group in enumerate(self.groups):
                 blocks = block_table[start * count + place : end * count : count]
                 num_cut = max(0, group.first_whole(num_landed, size) - start) if self.has_windows else 0
