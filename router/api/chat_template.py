@@ -4,8 +4,8 @@
     |  tokenizer_config.json
 
 The first of these that is there holds all of a model's templates. Of several, a request with tools is rendered by
-`tool_use`, any other by `default`. Owns the few names that templates of Hugging Face models expect. Templates come with
-the model, messages from clients: neither can reach Python from in here.
+`tool_use`, any other by `default`, unless its template_kwargs name another one. Owns the few names that templates of
+Hugging Face models expect. Templates come with the model, messages from clients: neither can reach Python from in here.
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ from cluster.errors import CheckpointError, FailedPrecondition, FieldViolation, 
 from cluster.model_folder import has_model_file, read_model_file, read_model_json
 from cluster.pb import generation_pb2
 from router.api.chat import Chat
+from router.api.violations import invalid, shortened
 
 DEFAULT, TOOL_USE = "default", "tool_use"
 """Names of the templates that are used: that for any request, and that for one with tools."""
+_CHOICE = "chat_template"
+"""Among a chat's template_kwargs, the name of another template."""
 _DEFAULT_FILE, _JSON_FILE, _NAMED = "chat_template.jinja", "chat_template.json", "additional_chat_templates"
 _LONGEST_LINE = 120
 _LONGEST_REASON = 200
@@ -62,7 +65,7 @@ class ChatTemplate:
                 self._variables[name] = meta.find_undeclared_variables(environment.parse(source))
             except (jinja2.TemplateError, RecursionError, SyntaxError) as error:
                 raise _does_not_compile((origins or {}).get(name, ""), source, error) from error
-        self._sources = {name: sources[name] for name in (DEFAULT, TOOL_USE) if name in sources}
+        self._sources = dict(sources)
         self._special_tokens = dict(special_tokens)
 
     @classmethod
@@ -76,12 +79,12 @@ class ChatTemplate:
 
     @property
     def source(self) -> str:
-        """The text of the templates that are in use."""
-        return "\n".join(self._sources.values())
+        """The text of the templates that are used where a chat names no other."""
+        return "\n".join(self._sources[name] for name in (DEFAULT, TOOL_USE) if name in self._sources)
 
     @property
     def is_present(self) -> bool:
-        return bool(self._sources)
+        return bool(self.source)
 
     def render(self, chat: Chat) -> str:
         """Returns the prompt, with the beginning of the assistant's answer unless the chat says otherwise.
@@ -91,11 +94,10 @@ class ChatTemplate:
         if not self.is_present:
             raise FailedPrecondition("this model has no chat template; send spec.text or spec.token_ids instead")
         tools = [] if chat.choice.mode == generation_pb2.ToolChoice.MODE_NONE else chat.tools
-        name = TOOL_USE if tools and TOOL_USE in self._templates else DEFAULT
-        if name not in self._templates:
-            raise _refused(f"this model's only chat template is {TOOL_USE}: give tools")
+        name = self._name_of(chat, has_tools=bool(tools))
         switches = self._switches(chat.reasoning, self._variables[name])
-        values = {"add_generation_prompt": True, **switches, **chat.template_kwargs, **self._special_tokens}
+        given = {key: value for key, value in chat.template_kwargs.items() if key != _CHOICE}
+        values = {"add_generation_prompt": True, **switches, **given, **self._special_tokens}
         messages = chat.messages
         if "developer" not in self._sources[name]:
             messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
@@ -112,6 +114,25 @@ class ChatTemplate:
         except Exception as error:  # a template is a program that runs on a client's data: any failure is that data's
             kind = type(error).__name__
             raise _refused(f"the model's chat template cannot render these messages ({kind})") from error
+
+    def _name_of(self, chat: Chat, *, has_tools: bool) -> str:
+        """The template that the chat names, or else the one for chats as it is."""
+        wanted = chat.template_kwargs.get(_CHOICE)
+        if wanted is not None:
+            if not isinstance(wanted, str) or wanted not in self._templates:
+                what = f"must name a chat template of this model: {', '.join(sorted(self._templates))}"
+                raise invalid(
+                    (
+                        FieldViolation(
+                            f"spec.chat.template_kwargs.{_CHOICE}", f"{what} (got {shortened(str(wanted))!r})"
+                        ),
+                    )
+                )
+            return wanted
+        name = TOOL_USE if has_tools and TOOL_USE in self._templates else DEFAULT
+        if name not in self._templates:
+            raise _refused(f"this model's only chat template is {TOOL_USE}: give tools")
+        return name
 
     @staticmethod
     def _switches(reasoning: generation_pb2.ReasoningOptions, variables: Container[str]) -> dict[str, Any]:

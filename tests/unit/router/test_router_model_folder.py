@@ -135,6 +135,18 @@ def test_of_several_templates_tools_choose_their_own(tmp_path: Path, files: dict
     assert "<tool_call>" not in chosen.source
 
 
+def test_a_chat_may_name_another_template_of_the_model() -> None:
+    chosen = ChatTemplate({"default": "plain", "tool_use": "tools", "rag": "{{ messages[0].content }} {{ k }}"}, {})
+    tools = [{"name": "f"}]
+    assert chosen.render(Chat(USER, tools, {"chat_template": "rag", "k": 1})) == f"{USER[0]['content']} 1"
+    assert chosen.render(Chat(USER, tools, {"chat_template": "default"})) == "plain"
+    for wrong in ("{{ messages }}", "", 1, ["rag"]):
+        with pytest.raises(
+            InvalidRequest, match=r"template_kwargs.chat_template: must name .*: default, rag, tool_use"
+        ):
+            chosen.render(Chat(USER, [], {"chat_template": wrong}))
+
+
 def test_a_template_for_tools_alone_asks_for_them() -> None:
     chosen = ChatTemplate({"tool_use": "{{ tools | length }} tools"}, {})
     assert chosen.render(Chat(USER, [{"name": "f"}], {})) == "1 tools"
