@@ -35,6 +35,9 @@ machine has them. On a CPU a decode step in bfloat16 is one call of those kernel
 others go layer by layer. Partial and interleaved rope is an order of the heads' dimensions at loading, so that every
 kernel computes it.
 
+Latents (MLA) are kept whole by each tensor-parallel rank, or by `roles.X.split_latents` an equal part of every block by
+each; `tests/unit/engine/test_engine_split_latents.py` holds the second against transformers and against the first.
+
 ## What was checked how
 
 `tests/unit/engine/test_engine_families.py` holds each family against transformers on small random checkpoints in

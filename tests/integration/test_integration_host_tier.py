@@ -56,12 +56,13 @@ def test_prompts_that_come_back_are_loaded_and_their_outputs_are_the_same(tmp_pa
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama": ({}, {"kv_cache_dtype": "int8"}),
     "gemma3": ({"sliding_window": 24}, {}),
+    "deepseek-v2": ({}, {"split_latents": True}),
     "deepseek-v3": ({}, {}),
     "qwen3-next": ({"num_key_value_heads": 1, "head_dim": 64}, {}),
 }
-OTHERS = ("llama", "deepseek-v3")
-"""By kind of KV, options of the model and of its workers: rounded, with windows, latents, recurrent states. `make
-families` runs the others."""
+OTHERS = ("llama", "deepseek-v2", "deepseek-v3")
+"""By kind of KV, options of the model and of its workers: rounded, with windows, latents that ranks divide and whole
+ones, recurrent states. `make families` runs the others."""
 
 
 @pytest.mark.timeout(300)
