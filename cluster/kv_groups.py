@@ -163,3 +163,11 @@ def group_layers(windows: Sequence[int | None], states: Collection[int] = ()) ->
 def num_rows(groups: Sequence[KvGroup]) -> int:
     """Layers that a block has room for."""
     return max(len(group.layers) for group in groups)
+
+
+DISK_PAGE = 4096
+
+
+def slot_bytes_of(block_bytes: int) -> int:
+    """Bytes of a slot on a disk: a page that says what is in it, and whole pages of the block."""
+    return DISK_PAGE + -(-block_bytes // DISK_PAGE) * DISK_PAGE

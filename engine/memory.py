@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from cluster.errors import ConfigError
-from cluster.kv_groups import STATE_VALUE_BYTES, KvGroup
+from cluster.kv_groups import STATE_VALUE_BYTES, KvGroup, slot_bytes_of
 from cluster.program import free_memory_bytes
 from cluster.text import format_bytes
 from engine.kv.pool import KV_CACHE_DTYPES, POOL_DTYPES
@@ -134,6 +134,8 @@ class MemoryDemand:
     """Share of the free memory that may be taken."""
     kv_host_bytes: int = 0
     """Host memory of all ranks together for KV that the pool evicts."""
+    kv_disk_bytes: int = 0
+    """Room on a disk of all ranks together for KV that host memory gives up."""
 
     @property
     def device(self) -> str:
@@ -219,6 +221,8 @@ class MemoryPlan:
     groups: tuple[KvGroup, ...]
     num_host_blocks: int = 0
     """Blocks that are kept in host memory when the pool evicts them."""
+    num_disk_blocks: int = 0
+    """Blocks that are kept on a disk when host memory gives them up."""
 
     @property
     def num_tokens(self) -> int:
@@ -273,6 +277,7 @@ def plan_memory(demand: MemoryDemand, *, free_bytes: int, activations: Activatio
         max_model_len=demand.max_model_len,
         groups=demand.config.kv_groups,
         num_host_blocks=_num_host_blocks(demand),
+        num_disk_blocks=demand.kv_disk_bytes // demand.tp_size // slot_bytes_of(demand.block_bytes),
     )
 
 

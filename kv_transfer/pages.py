@@ -29,7 +29,7 @@ PageKernel = Callable[[Tensor, Sequence[int], int, slice, slice, Tensor, bool], 
 """`engine.triton.page_copies.copy_range`; returns False, and has done nothing, for a range that it does not take."""
 PoolKernel = Callable[[Tensor, Sequence[int], Tensor, Sequence[int], int, int, slice], bool]
 """`engine.triton.page_copies.copy_between`; as PageKernel."""
-_HELD_GIL_ELEMENTS = 500
+HELD_GIL_ELEMENTS = 500
 """numpy keeps the GIL while it copies so few elements, whatever their size."""
 
 
@@ -212,7 +212,7 @@ def _elements(rows: Tensor, block_size: int) -> np.ndarray[Any, Any]:
     """
     layers, planes, num_rows, heads, head_dim = rows.shape
     size, num_elements = heads * head_dim * rows.element_size(), layers * planes * block_size
-    while num_elements <= _HELD_GIL_ELEMENTS and size % 2 == 0:
+    while num_elements <= HELD_GIL_ELEMENTS and size % 2 == 0:
         size, num_elements = size // 2, num_elements * 2
     raw = rows.view(layers, planes, num_rows, heads * head_dim).view(torch.uint8).numpy()
     return raw.view(np.dtype((np.void, size)))

@@ -1,4 +1,4 @@
-"""Copies whole blocks between one rank's KV pool and the tier below it, slots of host memory that this owns.
+"""Copies whole blocks between one rank's KV pool and the tiers below it: slots of host memory, and of a file on a disk.
 
 It carries out what `engine.kv.tiered_blocks` decides, on a thread of its own; nothing is copied to a slot or a block
 that somebody else uses. On a GPU slots are page-locked, and copies run on a stream of their own beside the steps.
@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kv_transfer import pages
 from kv_transfer.actions import Range
 from kv_transfer.copy_streams import CopyStreams
+from kv_transfer.disk_slots import DiskSlots, Key
 
 _STAGED_BYTES = 32 << 20
 """Of blocks that are copied at a time between a GPU and the host, by way of as much of its memory."""
@@ -25,18 +27,21 @@ _STAGED_BYTES = 32 << 20
 class TierCopies:
     """`kv` is [L, P, N, B, H, D], the slots are [S, L, P, B, H, D] of the same type."""
 
+    disk: DiskSlots | None = None
+
     def __init__(
         self, kv: Tensor, num_slots: int, streams: CopyStreams, page_kernel: pages.PageKernel | None = None
     ) -> None:
         """The system gives memory to slots when they are first used; on a GPU, whose slots are page-locked, at once."""
         self._kv = kv
         self._streams = streams
-        self._stream = streams.new_stream()
+        self._stream, self._disk_stream = streams.new_stream(), streams.new_stream()
         self._page_kernel = page_kernel
         shape = (num_slots, *kv.shape[:2], *kv.shape[3:])
         self._slots = torch.empty(shape, dtype=kv.dtype, pin_memory=kv.is_cuda)
-        self._block = Range(0, kv.shape[3], 0, kv.shape[0])
-        self._heads = slice(0, kv.shape[4])
+        if not kv.is_cuda:
+            num_rows = kv.shape[0] * kv.shape[1]
+            self._pool_parts, self._slot_parts = _parts_of(kv, num_rows), _parts_of(self._slots, num_rows)
 
     @property
     def block_bytes(self) -> int:
@@ -47,44 +52,72 @@ class TierCopies:
         all that was launched so far."""
         with self._streams.scattering(self._stream, ready):
             if self._kv.is_cuda:
-                for part, places in self._staged(blocks, slots):
-                    self._copy(pages.gather, blocks[places], part)
+                for staged, places in self._staged(blocks):
+                    self._copy(pages.gather, blocks[places], staged)
                     for at, slot in enumerate(slots[places]):
-                        self._slots[slot].copy_(self._of(part, at), non_blocking=True)
+                        self._slots[slot].copy_(self._of(staged, at), non_blocking=True)
             else:
                 for block, slot in zip(blocks, slots, strict=True):
-                    self._copy(pages.gather, [block], self._slots[slot])
+                    self._slot_parts[slot] = self._pool_parts[:, :, block]
         return len(blocks) * self.block_bytes
 
     def load(self, blocks: Sequence[int], slots: Sequence[int], ready: Any = None) -> int:
         """The other way. `ready`: the event of what has read or written the blocks last."""
         with self._streams.scattering(self._stream, ready):
             if self._kv.is_cuda:
-                for part, places in self._staged(blocks, slots):
+                for staged, places in self._staged(blocks):
                     for at, slot in enumerate(slots[places]):
-                        self._of(part, at).copy_(self._slots[slot], non_blocking=True)
-                    self._copy(pages.scatter, blocks[places], part)
+                        self._of(staged, at).copy_(self._slots[slot], non_blocking=True)
+                    self._copy(pages.scatter, blocks[places], staged)
             else:
                 for block, slot in zip(blocks, slots, strict=True):
-                    self._copy(pages.scatter, [block], self._slots[slot])
+                    self._pool_parts[:, :, block] = self._slot_parts[slot]
         return len(blocks) * self.block_bytes
 
-    def _copy(self, copy: Any, blocks: Sequence[int], buffer: Tensor) -> None:
+    def spill(self, slots: Sequence[int], on_disk: Sequence[int], keys: Sequence[Key]) -> int:
+        """Writes slots of host memory to the disk. Raises OSError."""
+        assert self.disk is not None, "blocks are spilled to a disk that this rank has not"
+        self.disk.write(on_disk, keys, [_bytes_of(self._slots[slot]) for slot in slots])
+        return len(slots) * self.block_bytes
+
+    def fetch(self, blocks: Sequence[int], on_disk: Sequence[int], keys: Sequence[Key], ready: Any = None) -> int:
+        """Reads blocks from the disk. `ready`: as of `load`. Raises Corrupted and OSError; some may be written then."""
+        assert self.disk is not None, "blocks are fetched from a disk that this rank has not"
+        shape = (*self._kv.shape[:2], *self._kv.shape[3:])
+        with self._streams.scattering(self._disk_stream, ready):
+            for place, read in self.disk.read(on_disk, keys):
+                block = read.view(self._kv.dtype).view(shape)
+                self._copy(pages.scatter, [blocks[place]], block.to(self._kv.device))
+        return len(blocks) * self.block_bytes
+
+    def _copy(self, copy: Any, blocks: Sequence[int], staged: Tensor) -> None:
         """Between blocks and a buffer [L, P, tokens, H, D]."""
-        what = Range(0, len(blocks) * self._block.token_end, 0, self._block.layer_end)
-        copy(self._kv, blocks, what, self._heads, buffer, self._page_kernel)
+        what = Range(0, staged.shape[2], 0, staged.shape[0])
+        copy(self._kv, blocks, what, slice(0, staged.shape[3]), staged, self._page_kernel)
 
-    def _of(self, part: Tensor, at: int) -> Tensor:
-        """One block's share of a staged part, [L, P, B, H, D]."""
-        size = self._block.token_end
-        return part[:, :, at * size : (at + 1) * size]
+    def _of(self, staged: Tensor, at: int) -> Tensor:
+        """One block's share of what is staged, [L, P, B, H, D]."""
+        size = self._kv.shape[3]
+        return staged[:, :, at * size : (at + 1) * size]
 
-    def _staged(self, blocks: Sequence[int], slots: Sequence[int]) -> Iterator[tuple[Tensor, slice]]:
+    def _staged(self, blocks: Sequence[int]) -> Iterator[tuple[Tensor, slice]]:
         """A buffer on the device for some of the blocks at a time, and their places."""
-        assert len(blocks) == len(slots)
         each = max(1, _STAGED_BYTES // self.block_bytes)
         for begin in range(0, len(blocks), each):
             places = slice(begin, min(begin + each, len(blocks)))
-            num_tokens = (places.stop - places.start) * self._block.token_end
-            shape = (*self._kv.shape[:2], num_tokens, *self._kv.shape[4:])
-            yield self._kv.new_empty(shape), places
+            num_tokens = (places.stop - places.start) * self._kv.shape[3]
+            yield self._kv.new_empty((*self._kv.shape[:2], num_tokens, *self._kv.shape[4:])), places
+
+
+def _bytes_of(block: Tensor) -> Tensor:
+    return block.flatten().view(torch.uint8)
+
+
+def _parts_of(blocks: Tensor, num_rows: int) -> np.ndarray[Any, Any]:
+    """[x, y, z, B, H, D] as [x, y, z, parts], opaque elements of numpy in the same memory: each of the `num_rows` rows
+    of a block's tokens, cut so that a block has enough for numpy to let other threads run while it copies them."""
+    rows = blocks.flatten(3).view(torch.uint8).numpy()
+    size, num_parts = rows.shape[3], num_rows
+    while num_parts <= pages.HELD_GIL_ELEMENTS and size % 2 == 0:
+        size, num_parts = size // 2, num_parts * 2
+    return rows.view(np.dtype((np.void, size)))

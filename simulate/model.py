@@ -8,10 +8,12 @@ undisturbed run. No tensors. Arrays are short: `count_nonzero` takes a third of 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from cluster.pb import rank_pb2
 from engine.sampling.params import SampledToken, SampleRow, SamplingParams
 from engine.step_input import IntArray, StepInput
 from engine.token_hash import StateArray, TokenHash, states_after
@@ -22,6 +24,8 @@ END_TOKEN = VOCAB
 """Ends an output before its client's limit."""
 
 LayerArray = npt.NDArray[np.int64]
+Content = tuple[Any, ...]
+"""Arrays of what is in one block; empty: nothing."""
 Done = Callable[..., None]
 """Called when a transfer has ended, with how."""
 
@@ -101,8 +105,10 @@ class SimulatedStep:
 class KvPages:
     """The KV pool of one worker: a number for each token slot, and which of its layers are there."""
 
-    def __init__(self, num_blocks: int, block_size: int, num_layers: int) -> None:
-        """Raises ValueError for more than `MOST_LAYERS`."""
+    def __init__(
+        self, num_blocks: int, block_size: int, num_layers: int, num_slots: int = 0, num_disk_slots: int = 0
+    ) -> None:
+        """With slots of tiers below it. Raises ValueError for more than `MOST_LAYERS`."""
         if not 0 < num_layers <= MOST_LAYERS:
             raise ValueError(f"simulated KV has 1 to {MOST_LAYERS} layers, not {num_layers}")
         self.block_size = block_size
@@ -110,8 +116,9 @@ class KvPages:
         self._states: StateArray = np.zeros(num_blocks * block_size, dtype=np.uint64)
         self._all_layers = (1 << num_layers) - 1
         self._layers: LayerArray = np.zeros(num_blocks * block_size, dtype=np.int64)
-        self._tier: list[tuple[StateArray, LayerArray]] = []
-        """Contents of the slots of the tier below."""
+        self._host: list[Content] = [()] * num_slots
+        self._disk: list[Content] = [()] * num_disk_slots
+        """Contents of the slots of the tiers below."""
 
     def write_step(self, step: StepInput) -> StateArray:
         """Computes a step's tokens; returns the KV of each sequence's last one, [S]."""
@@ -122,22 +129,27 @@ class KvPages:
         last: StateArray = states[step.cu_seqlens_q[1:] - 1]
         return last
 
-    def add_tier(self, num_slots: int) -> None:
-        """Blocks can be saved to so many slots from now on."""
-        size = self.block_size
-        self._tier = [(np.zeros(size, np.uint64), np.zeros(size, np.int64)) for _ in range(num_slots)]
+    def move(self, kind: rank_pb2.BlockMove.Kind, source: int, target: int) -> None:
+        """Copies a block; from the pool whatever is in it, for it may have been used again."""
+        match kind:
+            case rank_pb2.BlockMove.KIND_SAVE:
+                self._host[target] = self._content(source)
+            case rank_pb2.BlockMove.KIND_SPILL:
+                self._disk[target] = self._host[source]
+            case rank_pb2.BlockMove.KIND_LOAD:
+                self._load(target, self._host[source])
+            case rank_pb2.BlockMove.KIND_FETCH:
+                self._load(target, self._disk[source])
 
-    def save(self, block: int, slot: int) -> None:
-        """Copies a block to a slot, whatever is in it: it may have been used again."""
+    def _content(self, block: int) -> Content:
         rows = self._rows(block)
-        self._tier[slot] = self._states[rows].copy(), self._layers[rows].copy()
+        return self._states[rows].copy(), self._layers[rows].copy()
 
-    def load(self, block: int, slot: int) -> None:
-        """Copies a slot to a block."""
-        states, layers = self._tier[slot]
-        if np.count_nonzero(layers != self._all_layers):
-            raise PageAlarm(f"slot {slot} is loaded, and not all of it was saved")
-        self._store(np.arange(self._rows(block).start, self._rows(block).stop), states, layers)
+    def _load(self, block: int, content: Content) -> None:
+        if not content or np.count_nonzero(content[1] != self._all_layers):
+            raise PageAlarm(f"block {block} is loaded from a slot in which not all of it was saved")
+        rows = self._rows(block)
+        self._store(np.arange(rows.start, rows.stop), content[0], content[1])
 
     def _rows(self, block: int) -> slice:
         return slice(block * self.block_size, (block + 1) * self.block_size)

@@ -206,7 +206,7 @@ class SimulatedRanks:
             case "move_blocks":
                 self._num_open += 1
                 move = command.move_blocks
-                size_bytes = len(move.blocks) * self.pages.block_size * self._cell_bytes * self.pages.num_layers
+                size_bytes = len(move.sources) * self.pages.block_size * self._cell_bytes * self.pages.num_layers
                 seconds = (self._command_s + size_bytes / self._tier_bytes_per_s) * self._world.spread()
                 self._world.loop.call_later(seconds, self._moved, move, int(size_bytes), done)
 
@@ -225,11 +225,10 @@ class SimulatedRanks:
         """A move has ended, which may have failed half-way."""
         self._num_open -= 1
         has_failed = self._world.strikes("copy failed")
-        num_copied = len(move.blocks) // 2 if has_failed else len(move.blocks)
-        copy = self.pages.load if move.is_load else self.pages.save
+        num_copied = len(move.sources) // 2 if has_failed else len(move.sources)
         if not self._is_dead:
-            for block, slot in list(zip(move.blocks, move.slots, strict=True))[:num_copied]:
-                copy(block, slot)
+            for source, target in list(zip(move.sources, move.targets, strict=True))[:num_copied]:
+                self.pages.move(move.kind, source, target)
         self._reply(done, "the copy failed" if has_failed else "", size_bytes)
 
     def die(self) -> None:

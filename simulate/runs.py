@@ -59,6 +59,9 @@ class NoPages(KvPages):
     def land(self, block_table: Sequence[int], start: int, states: StateArray, layers: tuple[int, int]) -> None:
         """Changes nothing."""
 
+    def move(self, kind: rank_pb2.BlockMove.Kind, source: int, target: int) -> None:
+        """Changes nothing."""
+
 
 class StepRun:
     """Steps of the same sequences, each with one token more of them than the one before it."""

@@ -124,7 +124,8 @@ def _with_tiers(spec: ClusterSpec, rng: random.Random) -> ClusterSpec:
         replace(
             worker,
             kv_tokens=rng.choice((576, 768, worker.kv_tokens)),
-            tier_blocks=rng.choice((0, 8, 64, 512, 512)),
+            tier_blocks=rng.choice((0, 8, 64, 64, 512)),
+            disk_blocks=rng.choice((0, 32, 512)),
             tier_bytes_per_s=rng.choice((2e10, 1e9)),
         )
         for worker in spec.workers

@@ -19,17 +19,17 @@ from cluster.kv_groups import all_layers
 from engine.kv.tiered_blocks import TieredBlocks
 from engine.step_input import IntArray, StepInput
 from engine.token_hash import StateArray, states_after
-from simulate.model import Done, KvPages, LayerArray, PageAlarm
+from simulate.model import Content, Done, KvPages, LayerArray, PageAlarm
 
 
 class WatchedPages(KvPages):
     """The pages of one worker."""
 
-    def __init__(self, num_blocks: int, block_size: int, num_layers: int, num_slots: int = 0) -> None:
-        super().__init__(num_blocks, block_size, num_layers)
-        self.add_tier(num_slots)
-        self.blocks = WatchedBlocks(self, num_blocks, block_size, num_slots)
-        self._tier_parents: StateArray = np.zeros((num_slots, block_size), dtype=np.uint64)
+    def __init__(
+        self, num_blocks: int, block_size: int, num_layers: int, num_slots: int = 0, num_disk_slots: int = 0
+    ) -> None:
+        super().__init__(num_blocks, block_size, num_layers, num_slots, num_disk_slots)
+        self.blocks = WatchedBlocks(self, num_blocks, block_size, num_slots, num_disk_slots)
         self._parents: StateArray = np.zeros(num_blocks * block_size, dtype=np.uint64)
         """The KV of the token before that of each slot."""
         self._lives: npt.NDArray[np.int64] = np.zeros(num_blocks, dtype=np.int64)
@@ -114,14 +114,13 @@ class WatchedPages(KvPages):
         self._held(self._touched(block_table, start, end), "a failing transfer writes to")
         super().tear(block_table, start, end)
 
-    def save(self, block: int, slot: int) -> None:
-        super().save(block, slot)
-        self._tier_parents[slot] = self._parents[self._rows(block)]
+    def _content(self, block: int) -> Content:
+        return *super()._content(block), self._parents[self._rows(block)].copy()
 
-    def load(self, block: int, slot: int) -> None:
+    def _load(self, block: int, content: Content) -> None:
         self._held(np.array([block]), "a load writes to")
-        super().load(block, slot)
-        self._parents[self._rows(block)] = self._tier_parents[slot]
+        super()._load(block, content)
+        self._parents[self._rows(block)] = content[2]
 
     def guarded(self, block_table: Sequence[int], start: int, end: int, done: Done) -> Done:
         touched = self._touched(block_table, start, end)
@@ -157,8 +156,16 @@ class WatchedPages(KvPages):
 class WatchedBlocks(TieredBlocks):
     """Tells the pages which blocks are held."""
 
-    def __init__(self, pages: WatchedPages, num_blocks: int, block_size: int, num_slots: int) -> None:
-        super().__init__(num_blocks, block_size, groups=all_layers(pages.num_layers), num_slots=num_slots)
+    def __init__(
+        self, pages: WatchedPages, num_blocks: int, block_size: int, num_slots: int, num_disk_slots: int
+    ) -> None:
+        super().__init__(
+            num_blocks,
+            block_size,
+            groups=all_layers(pages.num_layers),
+            num_slots=num_slots,
+            num_disk_slots=num_disk_slots,
+        )
         self._pages = pages
         self._salts: dict[int, bytes] = {}
         """Salts with which blocks were published."""

@@ -72,8 +72,10 @@ class WorkerSpec:
     enable_prefix_cache: bool = True
     tier_blocks: int = 0
     """Blocks that it keeps in host memory when its pool evicts them."""
+    disk_blocks: int = 0
+    """Blocks that it keeps on a disk when its host memory gives them up."""
     tier_bytes_per_s: float = 20e9
-    """Between the pool and the host memory."""
+    """Between the pool and each of these."""
     num_layers: int = 4
     """Parts in which a prompt's last step may be handed over while it runs."""
     kv_bytes_per_token: float = 131_072.0
@@ -334,16 +336,15 @@ class SimulatedWorker:
 
     def _make_pool(self, num_blocks: int) -> tuple[KvPages, BlockManager]:
         spec = self.spec
+        size, num_layers, slots = spec.block_size, spec.num_layers, (spec.tier_blocks, spec.disk_blocks)
         if self._cluster.is_watched:
-            watched = WatchedPages(num_blocks, spec.block_size, spec.num_layers, spec.tier_blocks)
+            watched = WatchedPages(num_blocks, size, num_layers, *slots)
             return watched, watched.blocks
-        is_fast, size, num_layers = self._cluster.is_fast, spec.block_size, spec.num_layers
-        pages = NoPages(size) if is_fast else KvPages(num_blocks, size, num_layers)
-        groups = all_layers(pages.num_layers)
-        if spec.tier_blocks:
-            pages.add_tier(spec.tier_blocks)
-            return pages, TieredBlocks(num_blocks, size, spec.enable_prefix_cache, groups, num_slots=spec.tier_blocks)
-        return pages, BlockManager(num_blocks, size, spec.enable_prefix_cache, groups)
+        pages = NoPages(size) if self._cluster.is_fast else KvPages(num_blocks, size, num_layers, *slots)
+        pool = num_blocks, size, spec.enable_prefix_cache, all_layers(pages.num_layers)
+        if not spec.tier_blocks:
+            return pages, BlockManager(*pool)
+        return pages, TieredBlocks(*pool, num_slots=slots[0], num_disk_slots=slots[1])
 
     # What others learn of it
 
@@ -370,7 +371,7 @@ class SimulatedWorker:
             dtype="bfloat16",
             protocol=spoken(),
             prefix_format="bfloat16" if spec.enable_prefix_cache else "",
-            num_tier_blocks=spec.tier_blocks,
+            num_tier_blocks=spec.tier_blocks + spec.disk_blocks,
         )
 
 

@@ -134,7 +134,7 @@ class Core:
             overlaps=overlaps,
         )
         self.tier: TierMoves | None = None
-        if isinstance(blocks, TieredBlocks) and blocks.tier.num_total:
+        if isinstance(blocks, TieredBlocks) and blocks.host.num_total:
             self.tier = self._tier_of(blocks, handoff_context)
 
     def _tier_of(self, blocks: TieredBlocks, context: HandoffContext) -> TierMoves:
@@ -269,6 +269,10 @@ class Core:
         if is_idle or reporter.is_pressing or now >= self._report_due:
             self._report_due = now + REPORT_INTERVAL_S
             reporter.flush()
+
+    def flush_cache(self) -> int:
+        """On the engine thread: makes all that is cached unfindable; returns the blocks there were."""
+        return self.blocks.flush_cache() if self.tier is None else self.tier.flush()
 
     def between_steps(self, work: Callable[[], T]) -> T | None:
         """On the engine thread (through the inbox): the result of `work`; None, and not run, during a step."""

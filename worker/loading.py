@@ -8,11 +8,12 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # exported without saying so
 
-from cluster.errors import IncompatibleProtocol
+from cluster.errors import ConfigError, IncompatibleProtocol
 from cluster.pb import rank_pb2
 from cluster.program import Report, give_way
 from cluster.protocol import check_protocol, spoken
@@ -37,7 +38,9 @@ from engine.models.experts import ExpertsConfig
 from engine.profiling import measure_activations
 from engine.sampling.sampler import Sampler
 from engine.tp import TPGroup, make_process_group
+from kv_transfer.disk_slots import DiskFolder
 from kv_transfer.fault_injection import Faults
+from kv_transfer.tier_copies import TierCopies
 from kv_transfer.timed_wire import TimedWire
 from kv_transfer.transfer_engine import TransferEngine
 from kv_transfer.transports.interface import PoolMemory, connect_store
@@ -47,6 +50,7 @@ from worker.rank import OVERLAP_TOKENS, Runner
 from worker.resolved import Resolved
 
 RENDEZVOUS_TIMEOUT_S = 120.0
+KV_DISK_PATH = "~/.cache/baton/kv"
 NOT_STARTED = "measured when a worker starts"
 
 
@@ -108,6 +112,7 @@ def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> Load
     plan = size_pool(resolved.demand, runner, tp)
     memory = make_pool(resolved.transports, runner.device, partial(runner.make_pool, plan.num_blocks))
     transfer_engine = make_transfer_engine(resolved, runner.kv, plan, memory)
+    open_disk(resolved, plan, transfer_engine.tier, start)
     transfer_engine.warm_up()
     if settings.tp_rank == 0:
         sampler.warm_up(runner.device)
@@ -144,10 +149,38 @@ def _experts_line(experts: ExpertsConfig | None, rebalance_tokens: int) -> tuple
     return (f"experts: {experts.num_experts} in {experts.num_groups} groups of ranks, placed {how}",)
 
 
-def make_blocks(plan: MemoryPlan, enable_prefix_cache: bool) -> BlockManager:
-    """The books of a worker's KV pool, and of the host memory below it if there is any."""
+def make_blocks(plan: MemoryPlan, enable_prefix_cache: bool, tier: TierCopies | None) -> BlockManager:
+    """The books of a worker's KV pool, and of the tiers below it if there are any. `tier`: rank 0's."""
     pool = plan.num_blocks, plan.block_size, enable_prefix_cache, plan.groups
-    return TieredBlocks(*pool, num_slots=plan.num_host_blocks) if plan.num_host_blocks else BlockManager(*pool)
+    if not plan.num_host_blocks:
+        return BlockManager(*pool)
+    blocks = TieredBlocks(*pool, num_slots=plan.num_host_blocks, num_disk_slots=plan.num_disk_blocks)
+    if tier is not None and tier.disk is not None:
+        blocks.find_again(tier.disk.keys())
+    return blocks
+
+
+def disk_folder(resolved: Resolved, number: int = 0) -> DiskFolder | None:
+    """Where the ranks of this worker keep KV on a disk; None: nowhere. Raises ConfigError."""
+    engine = resolved.settings.engine
+    if not (engine.kv_disk_bytes and engine.enable_prefix_cache):
+        return None
+    path = Path(engine.kv_disk_path or KV_DISK_PATH)
+    try:
+        return DiskFolder(path, resolved.layout, number)
+    except OSError as error:
+        raise ConfigError(f"kv_disk_path: {path} cannot be used: {error.strerror}") from error
+
+
+def open_disk(resolved: Resolved, plan: MemoryPlan, tier: TierCopies | None, start: rank_pb2.Start) -> None:
+    """Gives a rank's tier the disk that rank 0 has claimed. Raises ConfigError."""
+    folder = disk_folder(resolved, start.disk_number) if start.disk_number and tier is not None else None
+    if folder is None or tier is None or not plan.num_disk_blocks:
+        return
+    try:
+        tier.disk = folder.open(resolved.settings.tp_rank, plan.num_disk_blocks, tier.block_bytes)
+    except OSError as error:
+        raise ConfigError(f"kv_disk_path: KV cannot be kept there: {error.strerror}") from error
 
 
 def make_transfer_engine(
@@ -235,13 +268,14 @@ def overlaps_steps(wanted: str, device: str, hellos: Sequence[rank_pb2.RankHello
     return True, ""
 
 
-def group_start(resolved: Resolved, incarnation: str, store_address: str) -> rank_pb2.Start:
+def group_start(resolved: Resolved, incarnation: str, store_address: str, disk_number: int = 0) -> rank_pb2.Start:
     """Returns what rank 0 has the other ranks begin with."""
     return rank_pb2.Start(
         incarnation=incarnation,
         store_address=store_address,
         protocol=spoken(),
         block_size=resolved.block_size,
+        disk_number=disk_number,
     )
 
 
@@ -284,7 +318,8 @@ def memory_line(plan: MemoryPlan) -> str:
         f"activations {format_bytes(plan.activation_bytes)} ({how}), KV pool {format_bytes(plan.pool_bytes)}, "
         f"of {format_bytes(plan.budget_bytes)}; KV pool: {plan.num_blocks} blocks of {plan.block_size} tokens, "
         f"{plan.kv_bytes_per_token} bytes a token{bounded}"
-        f"; {plan.num_host_blocks} more in host memory, {format_bytes(plan.num_host_blocks * plan.block_bytes)}"
+        f"; {plan.num_host_blocks} more in host memory, {format_bytes(plan.num_host_blocks * plan.block_bytes)}, "
+        f"{plan.num_disk_blocks} on the disk"
     )
 
 

@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from cluster.metrics import Metric, render_reference
 from cluster.metrics_page import MetricsPage, serve_beside
 from cluster.tls import InternalTls
+from engine.kv.kv_tier import MoveKind
 from engine.kv.tiered_blocks import TierCounts
 from engine.models.experts import ExpertLoad
 from kv_transfer.transfer_engine import TransferEngine
@@ -82,36 +83,40 @@ PREEMPTIONS = Metric(
     "counter",
     "Sequences that gave up their KV blocks to others, to be computed again: with many of them the pool is too small.",
 )
-TIER_STATES = ("free", "moving", "kept")
+TIERS, TIER_STATES = ("host", "disk"), ("free", "moving", "kept")
 TIER_BLOCKS = Metric(
     "baton_kv_tier_blocks",
     "gauge",
-    "Blocks in host memory below the KV pool: free, on their way there, and kept.",
-    (("state", TIER_STATES),),
+    "Blocks in the tiers below the KV pool, host memory and disk: free, on their way there, and kept.",
+    (("tier", TIERS), ("state", TIER_STATES)),
 )
 TIER_EVENTS = tuple(field.name for field in fields(TierCounts))
 TIER_EVENTS_TOTAL = Metric(
     "baton_kv_tier_events_total",
     "counter",
-    "Blocks by what became of them. saved: copied to host memory; loaded: copied back, so that nobody computed their "
-    "tokens; given_up: left host memory for others; unsaved: evicted from the pool before they were copied; failed: "
-    "whose copy failed; declined: found in host memory, and computed because that was quicker.",
+    "Blocks by what became of them. saved: copied to host memory; spilled: copied from there to the disk; loaded and "
+    "fetched: copied back from host memory and from the disk, so that nobody computed their tokens; given_up: left the "
+    "last tier that had them; unsaved: evicted from the pool before they were copied; failed: whose copy failed; "
+    "declined: found in a tier, and computed because that was quicker.",
     (("event", TIER_EVENTS),),
 )
+_MOVES = tuple(kind.value for kind in MoveKind)
 TIER_BYTES = Metric(
     "baton_kv_tier_bytes_total",
     "counter",
-    "Bytes of all ranks that were copied between the KV pool and host memory.",
-    (("direction", ("save", "load")),),
+    "Bytes of all ranks that were copied. save: to host memory; load: back; spill: from host memory to the disk; "
+    "fetch: from the disk to the pool.",
+    (("move", _MOVES),),
 )
-TIER_LOAD_SECONDS = Metric(
-    "baton_kv_tier_load_seconds_total",
+TIER_SECONDS = Metric(
+    "baton_kv_tier_seconds_total",
     "counter",
-    "Seconds that loads from host memory took, from when each was set off.",
+    "Seconds that such copies took, from when each was set off; several may be under way at a time.",
+    (("move", _MOVES),),
 )
 METRICS = (
     *(*HANDOFF_METRICS, HANDOFFS, PAIRS, SLOTS, QUARANTINED, BLOCKS, PREEMPTIONS),
-    *(TIER_BLOCKS, TIER_EVENTS_TOTAL, TIER_BYTES, TIER_LOAD_SECONDS),
+    *(TIER_BLOCKS, TIER_EVENTS_TOTAL, TIER_BYTES, TIER_SECONDS),
 )
 
 
@@ -131,22 +136,23 @@ class HeldResources:
 
 @dataclass(frozen=True)
 class TierUse:
-    """The host memory below a pool, and what has gone to and fro since the start."""
+    """The tiers below a pool, and what has gone to and fro since the start."""
 
-    blocks: Mapping[str, int]
-    """By state."""
+    blocks: Mapping[tuple[str, str], int]
+    """By tier and state."""
     counts: TierCounts
-    save_bytes: int
-    load_bytes: int
-    load_s: float
+    size_bytes: Mapping[MoveKind, int]
+    seconds: Mapping[MoveKind, float]
 
     @classmethod
     def of(cls, moves: TierMoves | None) -> TierUse | None:
         if moves is None:
             return None
-        tier, counts = moves.blocks.tier, replace(moves.blocks.counts)
-        states = {"free": tier.num_free, "moving": tier.num_moving, "kept": len(tier)}
-        return cls(states, counts, moves.save_bytes, moves.load_bytes, moves.load_s)
+        states: dict[tuple[str, str], int] = {}
+        for name, tier in zip(TIERS, (moves.blocks.host, moves.blocks.disk), strict=True):
+            numbers = tier.num_free, tier.num_moving, len(tier)
+            states.update({(name, state): number for state, number in zip(TIER_STATES, numbers, strict=True)})
+        return cls(states, replace(moves.blocks.counts), dict(moves.size_bytes), dict(moves.seconds))
 
 
 def held_by(core: Core) -> HeldResources:
@@ -196,11 +202,11 @@ class HeldCollector(Collector):
             yield from _tier_families(held.tier)
 
 
-def _tier_families(tier: TierUse) -> Iterator[MetricFamily]:
-    yield _gauge(TIER_BLOCKS, [((state,), tier.blocks[state]) for state in TIER_STATES])
-    yield _counter(TIER_EVENTS_TOTAL, [((event,), getattr(tier.counts, event)) for event in TIER_EVENTS])
-    yield _counter(TIER_BYTES, [(("save",), tier.save_bytes), (("load",), tier.load_bytes)])
-    yield CounterMetricFamily(TIER_LOAD_SECONDS.name, TIER_LOAD_SECONDS.doc, value=tier.load_s)
+def _tier_families(use: TierUse) -> Iterator[MetricFamily]:
+    yield _gauge(TIER_BLOCKS, use.blocks.items())
+    yield _counter(TIER_EVENTS_TOTAL, [((event,), getattr(use.counts, event)) for event in TIER_EVENTS])
+    yield _counter(TIER_BYTES, [((kind.value,), size_bytes) for kind, size_bytes in use.size_bytes.items()])
+    yield _counter(TIER_SECONDS, [((kind.value,), seconds) for kind, seconds in use.seconds.items()])
 
 
 def serve_metrics(
@@ -280,7 +286,7 @@ def _gauge(metric: Metric, series: Iterable[tuple[tuple[str, ...], int]]) -> Gau
     return family
 
 
-def _counter(metric: Metric, series: Iterable[tuple[tuple[str, ...], int]]) -> CounterMetricFamily:
+def _counter(metric: Metric, series: Iterable[tuple[tuple[str, ...], float]]) -> CounterMetricFamily:
     family = CounterMetricFamily(metric.name, metric.doc, labels=metric.label_names)
     for labels, value in series:
         family.add_metric(labels, value)

@@ -33,6 +33,7 @@ from cluster.tls import internal_tls_of
 from engine.memory import MemoryPlan
 from engine.sampling.constraint import Constrainer
 from engine.step_input import StepInput
+from kv_transfer.disk_slots import DiskFolder
 from kv_transfer.transports.interface import serve_store
 from kv_transfer.transports.selection import host_id
 from worker.core import Core, Inbox
@@ -43,8 +44,10 @@ from worker.handoff_streams import HandoffStreams, Handshake
 from worker.handoffs import Dial
 from worker.loading import (
     RENDEZVOUS_TIMEOUT_S,
+    LoadedRank,
     check_memory,
     check_rank,
+    disk_folder,
     group_start,
     load_rank,
     make_blocks,
@@ -107,6 +110,7 @@ class Leader(_Rank):
         limits = GrammarLimits(engine.grammar_timeout_s, memory_bytes=engine.grammar_memory_bytes)
         self._constrainer = Constrainer.from_folder(Path(self._settings.model.path), resolved.config.vocab_size, limits)
         self._group: RankGroup | None = None
+        self._disk: DiskFolder | None = None
         self._service: WorkerService | None = None
         self._metrics_page: MetricsPage | None = None
         self._engine_thread: threading.Thread | None = None
@@ -122,7 +126,8 @@ class Leader(_Rank):
         self._crash_record.follow_signals()
         check_memory(resolved.demand)
         self._store, store_address = serve_store(settings.host)
-        start = group_start(resolved, self._incarnation, store_address)
+        self._disk = disk_folder(resolved)
+        start = group_start(resolved, self._incarnation, store_address, 0 if self._disk is None else self._disk.number)
         followers, hellos = self._gather_ranks(start)
         loaded = load_timed_rank(resolved) if resolved.is_timed else load_rank(resolved, start, self._report)
         plan, self._resolved = loaded.plan, loaded.resolved
@@ -153,7 +158,7 @@ class Leader(_Rank):
         context = HandoffContext(inbox.post, loop.post, group.issue, timing, HandoffMetrics())
         overlaps, why_not = overlaps_steps(settings.engine.async_steps, resolved.device, hellos)
         self._report(f"a step is launched before the one before it is read: {'yes' if overlaps else f'no, {why_not}'}")
-        core = self._core = self._make_core(plan, inbox, group, context, partial(loop.post, streams.dial), overlaps)
+        core = self._core = self._make_core(loaded, inbox, group, context, partial(loop.post, streams.dial), overlaps)
         page = self._metrics_page = serve_metrics(
             resolved,
             core,
@@ -231,13 +236,13 @@ class Leader(_Rank):
         return ordered, [hellos[rank] for rank in sorted(hellos)]
 
     def _make_core(
-        self, plan: MemoryPlan, inbox: Inbox, ranks: Ranks, context: HandoffContext, dial: Dial, overlaps: bool
+        self, loaded: LoadedRank, inbox: Inbox, ranks: Ranks, context: HandoffContext, dial: Dial, overlaps: bool
     ) -> Core:
-        settings, config = self._settings, self._resolved.config
+        settings, config, plan = self._settings, self._resolved.config, loaded.plan
         return Core(
             inbox,
             ranks,
-            make_blocks(plan, settings.engine.enable_prefix_cache),
+            make_blocks(plan, settings.engine.enable_prefix_cache, loaded.transfer_engine.tier),
             context,
             dial,
             settings,
@@ -281,14 +286,9 @@ class Leader(_Rank):
             metrics_address=metrics_address,
             crash_record=self._crash_record.path,
             protocol=spoken(),
-            prefix_format=self._prefix_format(),
-            num_tier_blocks=plan.num_host_blocks // len(plan.groups),
+            prefix_format=self._resolved.prefix_format,
+            num_tier_blocks=(plan.num_host_blocks + plan.num_disk_blocks) // len(plan.groups),
         )
-
-    def _prefix_format(self) -> str:
-        """The type of the KV cache; empty where a prefix would not travel as it is, or is not kept."""
-        is_exact = self._settings.transfer.wire_format == "native" and self._settings.engine.enable_prefix_cache
-        return self._resolved.layout.dtype if is_exact else ""
 
     def _run_engine(self) -> None:
         assert self._core is not None

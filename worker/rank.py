@@ -6,7 +6,8 @@ Steps run on the caller's thread. KV operations run beside them, on threads that
                     GPU it launches the copy, AHEAD_LAYERS before, so that the slot is granted when it is filled
     kv-issue        posts sends and receives in the order of the command log, and waits for nothing
     kv-wait EPOCH   one for each pair: opens it, then waits for its sends and landings in their order
-    kv-tier         copies blocks between the pool and the tier below it, once the step that it names has ended
+    kv-tier         copies blocks between the pool and host memory, once the step that a command names has ended
+    kv-disk         the same between host memory and the disk, and from the disk to the pool
     kv-close EPOCH  closes a pair at once, which wakes its kv-wait thread; both end with the pair
 
 So a peer that stalls holds up its own pair only. Every command is answered exactly once, whatever happens to its pair.
@@ -46,6 +47,11 @@ AHEAD_LAYERS = 2
 """A gather out of a long step on a GPU is launched, and its slot offered, when this many of its layers are still to be
 computed there. Earlier, and a receive would wait on the decode worker's GPU, where NCCL's kernels take room; later, and
 the message to and fro would not be hidden."""
+_ON_DISK = (
+    rank_pb2.BlockMove.KIND_SPILL,
+    rank_pb2.BlockMove.KIND_FETCH,
+    rank_pb2.BlockMove.KIND_FLUSH,
+)
 _KEPT_STEPS = 4
 """Steps whose events are kept: more than a GPU may be behind."""
 
@@ -179,10 +185,12 @@ class RankExecutor:
         """A heap of (step, layers, command number, chunk, block table): the one whose pages are written first leads."""
         self._issues: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._moves: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._disk_moves: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         _start("kv-gather", self._run_gathers)
         _start("kv-issue", lambda: _run(self._issues))
         if transfer_engine.tier is not None:
             _start("kv-tier", lambda: _run(self._moves))
+            _start("kv-disk", lambda: _run(self._disk_moves))
 
     def step(self, step: StepInput, sampled: torch.Tensor | None = None) -> StepOutput:
         """Runs one forward pass. Steps are counted from 1 in the order of these calls.
@@ -227,7 +235,8 @@ class RankExecutor:
             case "receive":
                 self._issues.put(lambda: self._receive(number, command.receive))
             case "move_blocks":
-                self._moves.put(lambda: self._answer(number, lambda: self._move_blocks(command.move_blocks)))
+                moves = self._disk_moves if command.move_blocks.kind in _ON_DISK else self._moves
+                moves.put(lambda: self._answer(number, lambda: self._move_blocks(command.move_blocks)))
             case other:
                 raise ValueError(f"rank command {number} is a {other}, which does not run here")
 
@@ -236,6 +245,7 @@ class RankExecutor:
         self._progress.close()
         self._issues.put(None)
         self._moves.put(None)
+        self._disk_moves.put(None)
         self._engine.close()
 
     # Pairs
@@ -311,11 +321,25 @@ class RankExecutor:
             self._enqueue(landing.pair, number, complete)
 
     def _move_blocks(self, move: rank_pb2.BlockMove) -> int:
-        tier = self._engine.tier
+        tier, kinds = self._engine.tier, rank_pb2.BlockMove
         assert tier is not None, "blocks are moved to a tier that this rank has not"
+        sources, targets = list(move.sources), list(move.targets)
+        keys = list(zip(move.groups, move.digests, strict=True))
         self._progress.wait_for_steps(move.after_step)
-        copy = tier.load if move.is_load else tier.save
-        return copy(list(move.blocks), list(move.slots), self._progress.event_of_step(move.after_step))
+        ready = self._progress.event_of_step(move.after_step)
+        match move.kind:
+            case kinds.KIND_SAVE:
+                return tier.save(sources, targets, ready)
+            case kinds.KIND_LOAD:
+                return tier.load(targets, sources, ready)
+            case kinds.KIND_SPILL:
+                return tier.spill(sources, targets, keys)
+            case kinds.KIND_FETCH:
+                return tier.fetch(targets, sources, keys, ready)
+            case kinds.KIND_FLUSH if tier.disk is not None:
+                tier.disk.flush()
+                return 0
+        raise ValueError(f"blocks are to be moved in a way that this rank does not know: {move.kind}")
 
     def _answer(self, number: int, operation: Operation) -> None:
         try:

@@ -61,6 +61,12 @@ class Resolved:
         return self.settings.engine.timed_steps.is_on
 
     @property
+    def prefix_format(self) -> str:
+        """The type of the KV cache; empty where a prefix would not travel as it is, or is not kept."""
+        is_exact = self.settings.transfer.wire_format == "native" and self.settings.engine.enable_prefix_cache
+        return self.layout.dtype if is_exact else ""
+
+    @property
     def digest(self) -> str:
         """`on`, `sampled` or `off`."""
         if self.settings.transfer.digest != "auto":
@@ -120,6 +126,7 @@ class Resolved:
             max_num_batched_tokens=settings.engine.max_num_batched_tokens,
             memory_utilization=settings.engine.memory_utilization,
             kv_host_bytes=settings.engine.kv_host_bytes if settings.engine.enable_prefix_cache else 0,
+            kv_disk_bytes=settings.engine.kv_disk_bytes if settings.engine.enable_prefix_cache else 0,
         )
 
     @property

@@ -250,7 +250,7 @@ class WorkerService(
     async def FlushPrefixCache(
         self, request: admin_pb2.FlushPrefixCacheRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.FlushPrefixCacheResponse:
-        num_blocks = await self._on_engine_thread(request.worker_id, context, self._core.blocks.flush_cache)
+        num_blocks = await self._on_engine_thread(request.worker_id, context, self._core.flush_cache)
         return admin_pb2.FlushPrefixCacheResponse(num_blocks=num_blocks)
 
     async def _on_engine_thread(

@@ -1,4 +1,4 @@
-"""Has the ranks of a worker copy blocks between the KV pool and the tier below it, and measures how long that takes.
+"""Has the ranks of a worker copy blocks between the KV pool and the tiers below it, and measures how long that takes.
 
 Copies run beside the steps; the engine thread hears of their end. Whether a prefix is loaded or computed is decided by
 what loads have taken and what steps cost. Runs on the engine thread.
@@ -7,16 +7,23 @@ what loads have taken and what steps cost. Runs on the engine thread.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from cluster.pb import rank_pb2
 from cluster.step_cost import StepCost
-from engine.kv.tiered_blocks import BlockMove, TieredBlocks
+from engine.kv.kv_tier import BlockMove, MoveKind
+from engine.kv.tiered_blocks import TieredBlocks
 from worker.handoff_connection import Done, ErrorKind
 
 logger = logging.getLogger(__name__)
 
+_KINDS = {
+    MoveKind.SAVE: rank_pb2.BlockMove.KIND_SAVE,
+    MoveKind.LOAD: rank_pb2.BlockMove.KIND_LOAD,
+    MoveKind.SPILL: rank_pb2.BlockMove.KIND_SPILL,
+    MoveKind.FETCH: rank_pb2.BlockMove.KIND_FETCH,
+}
 _WEIGHT = 0.2
 """Of the newest load, in the time of a block."""
 _FADE = 0.99
@@ -41,41 +48,59 @@ class TierMoves:
         self._clock = clock
         self._num_ended_steps = num_ended_steps
         self._cost = cost
-        self._block_s: float | None = None
-        self.load_s = 0.0
-        """Seconds of all loads, from when each was set off."""
-        self.load_bytes = self.save_bytes = 0
+        self._block_s: dict[MoveKind, float] = {}
+        """Of the moves up that have been made."""
+        self.seconds = dict.fromkeys(MoveKind, 0.0)
+        """Of all moves, from when each was set off."""
+        self.size_bytes = dict.fromkeys(MoveKind, 0)
         blocks.is_quicker = self.is_quicker
 
     def issue(self) -> None:
         """Sets off what is to be moved now."""
         for move in self.blocks.take_moves():
             command = rank_pb2.BlockMove(
-                blocks=move.blocks, slots=move.slots, is_load=move.is_load, after_step=self._num_ended_steps()
+                kind=_KINDS[move.kind],
+                sources=move.sources,
+                targets=move.targets,
+                after_step=self._num_ended_steps(),
+                groups=[group for group, _ in move.keys],
+                digests=[digest for _, digest in move.keys],
             )
             self._issue(rank_pb2.RankCommand(move_blocks=command), partial(self._moved, move, self._clock()))
 
-    def is_quicker(self, num_blocks: int, num_tokens: int, num_before: int) -> bool:
-        """Whether to load so many blocks takes less time than to compute the tokens in them, behind `num_before`
+    def flush(self) -> int:
+        """Empties pool and tiers, as `TieredBlocks.flush_cache`, and what the disk would be found to hold later."""
+        num_blocks = self.blocks.flush_cache()
+        if self.blocks.disk.num_total:
+            command = rank_pb2.BlockMove(kind=rank_pb2.BlockMove.KIND_FLUSH)
+            self._issue(rank_pb2.RankCommand(move_blocks=command), _flushed)
+        return num_blocks
+
+    def is_quicker(self, num_moves: Mapping[MoveKind, int], num_tokens: int, num_before: int) -> bool:
+        """Whether to move so many blocks up takes less time than to compute the tokens in them, behind `num_before`
         others."""
         cost = self._cost()
-        if self._block_s is None or cost is None or not cost.knows_prompts:
+        if cost is None or not cost.knows_prompts or not num_moves.keys() <= self._block_s.keys():
             return True
-        if self._block_s * num_blocks < cost.of_prompt(num_tokens, num_before):
+        if sum(self._block_s[kind] * num for kind, num in num_moves.items()) < cost.of_prompt(num_tokens, num_before):
             return True
-        self._block_s *= _FADE
+        for kind in num_moves:
+            self._block_s[kind] *= _FADE
         return False
 
     def _moved(self, move: BlockMove, begun_at: float, error: str, kind: ErrorKind, size_bytes: int) -> None:
         self.blocks.moved(move, error)
         if error:
-            what = "loaded from" if move.is_load else "saved to"
-            logger.warning("%d KV blocks were not %s host memory: %s", len(move.blocks), what, error)
-        elif move.is_load:
-            seconds = self._clock() - begun_at
-            each = seconds / len(move.blocks)
-            self._block_s = each if self._block_s is None else self._block_s + _WEIGHT * (each - self._block_s)
-            self.load_s += seconds
-            self.load_bytes += size_bytes
-        else:
-            self.save_bytes += size_bytes
+            logger.warning("the %s of %d KV blocks failed: %s", move.kind.value, len(move.keys), error)
+            return
+        seconds = self._clock() - begun_at
+        self.seconds[move.kind] += seconds
+        self.size_bytes[move.kind] += size_bytes
+        if move.kind.is_up:
+            each, before = seconds / len(move.keys), self._block_s.get(move.kind)
+            self._block_s[move.kind] = each if before is None else before + _WEIGHT * (each - before)
+
+
+def _flushed(error: str, kind: ErrorKind, size_bytes: int) -> None:
+    if error:
+        logger.warning("the KV on the disk is not flushed, and may be found when this worker starts again: %s", error)

@@ -253,6 +253,12 @@ def _check_engine(config: ServingConfig, role: RoleName) -> Iterator[ConfigFindi
             f"sequence in a step (got {engine.max_num_batched_tokens})",
             (_key_of(config, role, "engine.max_num_seqs"),),
         )
+    if engine.kv_disk_bytes and not engine.kv_host_bytes:
+        yield ConfigFinding(
+            _key_of(config, role, "engine.kv_disk_bytes"),
+            "needs kv_host_bytes: KV comes to the disk by way of host memory",
+            (_key_of(config, role, "engine.kv_host_bytes"),),
+        )
 
 
 def _check_device(config: ServingConfig, role: RoleName) -> Iterator[ConfigFinding]:

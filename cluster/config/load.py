@@ -110,6 +110,8 @@ def _resolve_paths(config: ServingConfig, folder: Path, model_path: str | None) 
     engine, timed = config.engine, config.engine.timed_steps
     if timed.script is not None:
         engine = replace(engine, timed_steps=replace(timed, script=str((folder / timed.script).absolute())))
+    if engine.kv_disk_path is not None and not engine.kv_disk_path.startswith("~"):
+        engine = replace(engine, kv_disk_path=str((folder / engine.kv_disk_path).absolute()))
     return replace(config, model=model, log_dir=log_dir, router=router, engine=engine, **sections)
 
 

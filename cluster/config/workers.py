@@ -84,6 +84,12 @@ class EngineSection:
     """Host memory of each worker, in bytes, in which it keeps KV that its pool evicts, to load it again where that is
     quicker than to compute it: for conversations that come back after others have had the pool; 0: none. On a GPU it is
     page-locked when the worker starts."""
+    kv_disk_bytes: int = bounded(0, at_least=0, at_most=2**60)
+    """Room on a disk for each worker, in bytes, in which it keeps KV that its host memory gives up, so that it needs
+    `kv_host_bytes`; 0: none. Blocks have checksums, and a worker that starts again with the same weights finds them."""
+    kv_disk_path: str | None = None
+    """Folder for that on a local disk of every node, relative to the folder of this file; each worker has a file there
+    for each of its ranks, which only its owner can read. null: `~/.cache/baton/kv`."""
     memory_utilization: float = bounded(0.9, above=0, at_most=1)
     """Share of the memory that is free when a worker starts that its weights, activations and KV pool may take."""
     max_num_batched_tokens: int = bounded(2048, at_least=1, at_most=2**24, is_run_time=True)

@@ -33,16 +33,18 @@ class RankCommand(_message.Message):
     def __init__(self, number: _Optional[int] = ..., step: _Optional[bytes] = ..., open_pair: _Optional[_Union[OpenPair, _Mapping]] = ..., close_pair: _Optional[_Union[ClosePair, _Mapping]] = ..., gather: _Optional[_Union[ChunkPages, _Mapping]] = ..., send: _Optional[_Union[Send, _Mapping]] = ..., receive: _Optional[_Union[ChunkPages, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., move_blocks: _Optional[_Union[BlockMove, _Mapping]] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("incarnation", "store_address", "protocol", "block_size")
+    __slots__ = ("incarnation", "store_address", "protocol", "block_size", "disk_number")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DISK_NUMBER_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     store_address: str
     protocol: str
     block_size: int
-    def __init__(self, incarnation: _Optional[str] = ..., store_address: _Optional[str] = ..., protocol: _Optional[str] = ..., block_size: _Optional[int] = ...) -> None: ...
+    disk_number: int
+    def __init__(self, incarnation: _Optional[str] = ..., store_address: _Optional[str] = ..., protocol: _Optional[str] = ..., block_size: _Optional[int] = ..., disk_number: _Optional[int] = ...) -> None: ...
 
 class OpenPair(_message.Message):
     __slots__ = ("pair_epoch", "is_sender", "remote", "agreed")
@@ -83,16 +85,34 @@ class Send(_message.Message):
     def __init__(self, pair_epoch: _Optional[str] = ..., slot: _Optional[int] = ...) -> None: ...
 
 class BlockMove(_message.Message):
-    __slots__ = ("blocks", "slots", "is_load", "after_step")
-    BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    SLOTS_FIELD_NUMBER: _ClassVar[int]
-    IS_LOAD_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("kind", "sources", "targets", "after_step", "groups", "digests")
+    class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        KIND_UNSPECIFIED: _ClassVar[BlockMove.Kind]
+        KIND_SAVE: _ClassVar[BlockMove.Kind]
+        KIND_LOAD: _ClassVar[BlockMove.Kind]
+        KIND_SPILL: _ClassVar[BlockMove.Kind]
+        KIND_FETCH: _ClassVar[BlockMove.Kind]
+        KIND_FLUSH: _ClassVar[BlockMove.Kind]
+    KIND_UNSPECIFIED: BlockMove.Kind
+    KIND_SAVE: BlockMove.Kind
+    KIND_LOAD: BlockMove.Kind
+    KIND_SPILL: BlockMove.Kind
+    KIND_FETCH: BlockMove.Kind
+    KIND_FLUSH: BlockMove.Kind
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
     AFTER_STEP_FIELD_NUMBER: _ClassVar[int]
-    blocks: _containers.RepeatedScalarFieldContainer[int]
-    slots: _containers.RepeatedScalarFieldContainer[int]
-    is_load: bool
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    kind: BlockMove.Kind
+    sources: _containers.RepeatedScalarFieldContainer[int]
+    targets: _containers.RepeatedScalarFieldContainer[int]
     after_step: int
-    def __init__(self, blocks: _Optional[_Iterable[int]] = ..., slots: _Optional[_Iterable[int]] = ..., is_load: bool = ..., after_step: _Optional[int] = ...) -> None: ...
+    groups: _containers.RepeatedScalarFieldContainer[int]
+    digests: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, kind: _Optional[_Union[BlockMove.Kind, str]] = ..., sources: _Optional[_Iterable[int]] = ..., targets: _Optional[_Iterable[int]] = ..., after_step: _Optional[int] = ..., groups: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Stop(_message.Message):
     __slots__ = ()

@@ -323,7 +323,7 @@ class BlockManager:
 
         A snapshot of all hashes once more than `most_changes` changes have waited.
         """
-        return self._changes.take(self.cached_hashes) if self._changes is not None else None
+        return self._changes.take(lambda: self.cached_hashes) if self._changes is not None else None
 
     def have_arrived(self, blocks: Iterable[int]) -> bool | None:
         """Whether blocks that `match_prefix` has found have their content; None while some of it is on its way."""

@@ -5,7 +5,7 @@ What waits to be taken is bounded: beyond that a snapshot takes the place of the
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 MAX_CHANGES = 16_384
@@ -41,11 +41,11 @@ class CacheChanges:
     def evict(self, block_hashes: Collection[bytes]) -> None:
         self._note(block_hashes, self._evicted, self._stored)
 
-    def take(self, served: Collection[bytes]) -> CacheEvents | None:
+    def take(self, served: Callable[[], Collection[bytes]]) -> CacheEvents | None:
         """The changes since the last take; all that is `served` now when too many had piled up; None without any."""
         if self._has_overflowed:
             self._has_overflowed = False
-            return CacheEvents(list(served), [], is_snapshot=True)
+            return CacheEvents(list(served()), [], is_snapshot=True)
         if not self._stored and not self._evicted:
             return None
         events = CacheEvents(list(self._stored), list(self._evicted))

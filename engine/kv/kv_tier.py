@@ -10,10 +10,40 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
 from itertools import islice
 
 TierKey = tuple[int, bytes]
 """The group of layers, and the digest (`cluster.prefix_hash`) of a full block's tokens and all before them."""
+
+
+class MoveKind(Enum):
+    """From where to where blocks are copied."""
+
+    SAVE = "save"
+    """From the pool to host memory."""
+    LOAD = "load"
+    """From host memory to the pool."""
+    SPILL = "spill"
+    """From host memory to the disk."""
+    FETCH = "fetch"
+    """From the disk to the pool."""
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it ends in the pool."""
+        return self in (MoveKind.LOAD, MoveKind.FETCH)
+
+
+@dataclass(frozen=True)
+class BlockMove:
+    """Blocks that are copied, each from a block or slot to the one at the same place."""
+
+    kind: MoveKind
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+    keys: tuple[TierKey, ...]
 
 
 class KvTier:
@@ -80,7 +110,6 @@ class KvTier:
     def pin(self, key: TierKey) -> int:
         """Returns the slot of a key that is kept; it is not given up before `unpin`."""
         slot = self._kept[key]
-        self._kept.move_to_end(key)
         self._pins[slot] += 1
         return slot
 
@@ -91,6 +120,12 @@ class KvTier:
             if slot in self._given_up:
                 self._given_up.remove(slot)
                 self._free.append(slot)
+
+    def adopt(self, slot: int, key: TierKey) -> None:
+        """A free slot holds this from before; nothing, where the key is kept already."""
+        if key not in self._kept:
+            self._free.remove(slot)
+            self._kept[key] = slot
 
     def drop(self, key: TierKey) -> bool:
         """What a key names is not to be found any more; False if it was not kept."""

@@ -1,46 +1,39 @@
-"""A pool of KV blocks above a tier in host memory: what the pool evicts is kept there, and found there.
+"""A pool of KV blocks above a tier in host memory, and one on a disk below that: what the pool evicts is found there.
 
-    cached in the pool -> (saved: the tier has a copy as well) -> evicted from the pool -> loaded into another block
+    cached in the pool -> (saved: host memory has a copy as well) -> evicted from the pool -> loaded into another block
+    kept in host memory -> (spilled: the disk has a copy as well) -> given up there -> fetched into a block of the pool
 
-Saving goes ahead of eviction: the blocks that will be evicted next are copied while steps run, as long as fewer than
-`num_ahead` are free or saved. They stay evictable meanwhile; a copy of a block that was evicted before it was done is
-thrown away. A prefix that is found in the tier gets blocks of the pool into which it is loaded: they are arriving,
-are found by others at once, and whoever found them waits (`have_arrived`). The content of a block whose load failed is
-unknown: who waited for it begins anew.
+Copies down go ahead of eviction: the blocks that will be evicted next are copied while steps run, as long as fewer than
+half of the pool, or of host memory, are free or copied. Blocks of the pool stay evictable meanwhile; a copy of one that
+was evicted before it was done is thrown away. A prefix that is found in a tier gets blocks of the pool into which it is
+loaded: they are arriving, are found by others at once, and whoever found them waits (`have_arrived`). The content of a
+block whose load failed is unknown: who waited for it begins anew.
 
-One invariant over both: a digest leads to one block of the pool, one slot of the tier, or both with equal content;
-the watcher of the cache hears of it as long as either has it. Moves are decided here (`take_moves`), made elsewhere,
+One invariant over all: a digest leads to at most one block of the pool and one slot of each tier, with equal content;
+the watcher of the cache hears of it as long as any has it. Moves are decided here (`take_moves`), made elsewhere,
 and their end is told here (`moved`). Knows nothing of tensors, requests or time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from functools import partial
+from itertools import chain, islice, takewhile
 
 from cluster import prefix_hash
 from cluster.kv_groups import KvGroup
 from engine.kv.block_manager import BlockManager
-from engine.kv.kv_tier import KvTier, TierKey
+from engine.kv.kv_tier import BlockMove, KvTier, MoveKind, TierKey
 
 MOST_BLOCKS = 64
 """Blocks of one move: the next one begins when it has ended."""
 MOST_MOVES = 2
 """Moves in one direction that are under way at a time."""
 
-IsQuicker = Callable[[int, int, int], bool]
-"""Whether to load so many blocks is quicker than to compute so many tokens, behind so many that are there."""
-
-
-@dataclass(frozen=True)
-class BlockMove:
-    """Blocks that are copied between the pool and the tier: each to the slot at its place, or from it."""
-
-    blocks: tuple[int, ...]
-    slots: tuple[int, ...]
-    keys: tuple[TierKey, ...]
-    is_load: bool
+IsQuicker = Callable[[Mapping[MoveKind, int], int, int], bool]
+"""Whether to load and fetch so many blocks is quicker than to compute so many tokens, behind so many that are there."""
 
 
 @dataclass
@@ -49,18 +42,28 @@ class TierCounts:
 
     saved: int = 0
     loaded: int = 0
-    given_up: int = 0
-    """Evicted from the tier."""
+    spilled: int = 0
+    fetched: int = 0
     unsaved: int = 0
     """Evicted from the pool before they were saved."""
+    given_up: int = 0
+    """That the last tier which had them has given up."""
     failed: int = 0
     """Whose copy failed."""
     declined: int = 0
-    """Found in the tier, and computed because that was quicker."""
+    """Found in a tier, and computed because that was quicker."""
+
+
+_COUNTED = {
+    MoveKind.SAVE: "saved",
+    MoveKind.LOAD: "loaded",
+    MoveKind.SPILL: "spilled",
+    MoveKind.FETCH: "fetched",
+}
 
 
 class TieredBlocks(BlockManager):
-    """A block manager with a tier of `num_slots` below it."""
+    """A block manager with `num_slots` blocks in host memory, and `num_disk_slots` on a disk."""
 
     def __init__(
         self,
@@ -70,26 +73,30 @@ class TieredBlocks(BlockManager):
         groups: Sequence[KvGroup] = (KvGroup((0,)),),
         *,
         num_slots: int,
+        num_disk_slots: int = 0,
         num_ahead: int | None = None,
-        is_quicker: IsQuicker = lambda num_blocks, num_tokens, num_before: True,
+        is_quicker: IsQuicker = lambda num_moves, num_tokens, num_before: True,
     ) -> None:
         """`num_ahead`: blocks that are to be free or saved, so that a prompt which needs as many at once evicts none
-        that are lost; None: half of the pool. Never more than the tier holds."""
+        that are lost; None: half of the pool. Never more than host memory holds."""
         super().__init__(num_blocks, block_size, enable_prefix_cache, groups)
-        self.tier = KvTier(num_slots)
+        self.host, self.disk = KvTier(num_slots), KvTier(num_disk_slots)
         self.is_quicker = is_quicker
         self.counts = TierCounts()
         self._num_ahead = min(num_slots, -(-num_blocks // 2) if num_ahead is None else num_ahead)
+        self._num_spilled_ahead = min(num_disk_slots, -(-num_slots // 2))
         self._saving: dict[int, int] = {}
         """Blocks that are being copied down and have not been evicted since, with the slots that they go to."""
+        self._spilling: set[TierKey] = set()
         self._arriving: dict[int, TierKey] = {}
         self._arriving_at: dict[TierKey, int] = {}
-        self._to_load: list[tuple[int, int, TierKey]] = []
-        """(block, pinned slot, key)."""
-        self._num_given = self._save_from = 0
-        """Blocks allocated since the start; how many there are when it is time to look what to save."""
-        self._num_under_way = {False: 0, True: 0}
-        """Moves, by `is_load`."""
+        self._to_load: dict[MoveKind, list[tuple[int, int, TierKey]]] = {MoveKind.LOAD: [], MoveKind.FETCH: []}
+        """(pinned slot, block, key)."""
+        self._num_given = 0
+        """Blocks allocated since the start."""
+        self._look_from = {MoveKind.SAVE: 0, MoveKind.SPILL: 0}
+        """How many there are when it is time to look what to copy down."""
+        self._num_under_way = Counter[MoveKind]()
 
     # Finding
 
@@ -98,19 +105,12 @@ class TieredBlocks(BlockManager):
 
         Where other tokens land, only what the pool has counts.
         """
-        if num_landing or not (len(self.tier) or self._arriving):
+        if num_landing or not (len(self.host) or len(self.disk) or self._arriving):
             return super().match_prefix(token_ids, salt, num_landing)
         table, missing = self._find(token_ids, salt)
-        to_load = [key for key in missing.values() if key not in self._arriving_at]
         held = [block for block in table if block >= 0]
-        if not self._has_room_for(len(token_ids), len(table), len(to_load), held):
+        if not self._is_worth(len(token_ids), len(table), missing, held):
             return super().match_prefix(token_ids, salt)
-        if to_load:
-            num_before = min(missing) // len(self.groups) * self.block_size
-            num_tokens = len(table) // len(self.groups) * self.block_size - num_before
-            if not self.is_quicker(len(to_load) + len(self._to_load), num_tokens, num_before):
-                self.counts.declined += len(to_load)
-                return super().match_prefix(token_ids, salt)
         for block in held:
             self._cached.pop(block, None)
             self._refcounts[block] += 1
@@ -121,6 +121,27 @@ class TieredBlocks(BlockManager):
             else:
                 self._refcounts[table[at]] += 1
         return table
+
+    def _is_worth(self, num_tokens: int, num_found: int, missing: Mapping[int, TierKey], held: Sequence[int]) -> bool:
+        """Whether what is missing should be loaded for a prompt of so many tokens, of which a table of `num_found` is
+        found with it, `held` without it."""
+        to_load = [key for key in missing.values() if key not in self._arriving_at]
+        if not self._has_room_for(num_tokens, num_found, len(to_load), held):
+            return False
+        if not to_load:
+            return True
+        count = len(self.groups)
+        num_before = min(missing) // count * self.block_size
+        num_moves = Counter(self._kind_of(key) for key in to_load)
+        num_moves.update({kind: len(waiting) for kind, waiting in self._to_load.items() if kind in num_moves})
+        if self.is_quicker(num_moves, num_found // count * self.block_size - num_before, num_before):
+            return True
+        self.counts.declined += len(to_load)
+        return False
+
+    def _kind_of(self, key: TierKey) -> MoveKind:
+        """The way up of what is not in the pool."""
+        return MoveKind.LOAD if key in self.host else MoveKind.FETCH
 
     def _find(self, token_ids: Sequence[int], salt: bytes) -> tuple[list[int], dict[int, TierKey]]:
         """The longest table that pool and tier have together, and the keys of what the pool lacks, by its place in the
@@ -143,7 +164,10 @@ class TieredBlocks(BlockManager):
 
     def _is_known(self, place: int, digest: bytes) -> bool:
         key = (place, digest)
-        return digest in self._published[place] or key in self._arriving_at or key in self.tier
+        return digest in self._published[place] or key in self._arriving_at or self._is_below(key)
+
+    def _is_below(self, key: TierKey) -> bool:
+        return key in self.host or key in self.disk
 
     def _has_room_for(self, num_tokens: int, num_found: int, num_loads: int, held: Sequence[int]) -> bool:
         """Whether what is to be loaded has room, beside what is found and the blocks of the tokens behind it: else it
@@ -155,12 +179,18 @@ class TieredBlocks(BlockManager):
 
     def _begin_load(self, key: TierKey) -> int:
         """A block of the pool for what a key names, held by whoever asked and by the load."""
-        slot = self.tier.pin(key)
+        kind = self._kind_of(key)
+        tier = self._source(kind)
+        tier.touch(key)
+        slot = tier.pin(key)
         [block] = self.allocate(1)
         self._refcounts[block] += 1
         self._arriving[block], self._arriving_at[key] = key, block
-        self._to_load.append((block, slot, key))
+        self._to_load[kind].append((slot, block, key))
         return block
+
+    def _source(self, kind: MoveKind) -> KvTier:
+        return self.disk if kind is MoveKind.FETCH else self.host
 
     def have_arrived(self, blocks: Iterable[int]) -> bool | None:
         if self._arriving and any(block in self._arriving for block in blocks):
@@ -172,17 +202,20 @@ class TieredBlocks(BlockManager):
     def take_moves(self) -> list[BlockMove]:
         """What is to be copied now; `moved` is to be called at the end of each."""
         moves: list[BlockMove] = []
-        while self._to_load and self._num_under_way[True] < MOST_MOVES:
-            part, self._to_load = self._to_load[:MOST_BLOCKS], self._to_load[MOST_BLOCKS:]
-            blocks, slots, keys = zip(*part, strict=True)
-            moves.append(self._begin(BlockMove(blocks, slots, keys, is_load=True)))
-        while self._num_under_way[False] < MOST_MOVES and (saved := self._next_to_save()) is not None:
-            moves.append(self._begin(saved))
+        for kind, next_move in (
+            (MoveKind.LOAD, partial(self._next_up, MoveKind.LOAD)),
+            (MoveKind.FETCH, partial(self._next_up, MoveKind.FETCH)),
+            (MoveKind.SAVE, self._next_to_save),
+            (MoveKind.SPILL, self._next_to_spill),
+        ):
+            while self._num_under_way[kind] < MOST_MOVES and (move := next_move()) is not None:
+                self._num_under_way[kind] += 1
+                moves.append(move)
         return moves
 
-    def _begin(self, move: BlockMove) -> BlockMove:
-        self._num_under_way[move.is_load] += 1
-        return move
+    def _next_up(self, kind: MoveKind) -> BlockMove | None:
+        part, self._to_load[kind] = self._to_load[kind][:MOST_BLOCKS], self._to_load[kind][MOST_BLOCKS:]
+        return BlockMove(kind, *zip(*part, strict=True)) if part else None
 
     def allocate(self, num_blocks: int) -> list[int]:
         self._num_given += num_blocks
@@ -191,58 +224,104 @@ class TieredBlocks(BlockManager):
     def _next_to_save(self) -> BlockMove | None:
         """The blocks that are evicted next and have no copy, if there are few others to take."""
         num_looked_at = self._num_ahead - self.num_free
-        if num_looked_at <= 0 or self._num_given < self._save_from:
+        if num_looked_at <= 0 or self._num_given < self._look_from[MoveKind.SAVE]:
             return None
         unsaved: dict[int, TierKey] = {}
         for block in islice(self._cached, num_looked_at):
             key = self._group_of[block], self._digests[block]
-            self.tier.touch(key)  # else what is saved now might take the place of what was saved before
-            if block not in self._saving and key not in self.tier and len(unsaved) < MOST_BLOCKS:
+            self.host.touch(key)  # else what is saved now might take the place of what was saved before
+            if block not in self._saving and key not in self.host and len(unsaved) < MOST_BLOCKS:
                 unsaved[block] = key
-        slots, lost = self.tier.take(len(unsaved))
-        self._forget(lost)
+        slots, lost = self.host.take(len(unsaved))
+        self._give_up(lost, self.disk)
         if not slots:  # all is saved, until a part of it has been taken
-            self._save_from = self._num_given + self._num_ahead // 4
+            self._wait(MoveKind.SAVE)
             return None
-        blocks = tuple(islice(unsaved, len(slots)))
-        self._saving.update(zip(blocks, slots, strict=True))
-        return BlockMove(blocks, tuple(slots), tuple(unsaved[block] for block in blocks), is_load=False)
+        self._saving.update(zip(unsaved, slots, strict=False))
+        keys = tuple(islice(unsaved.values(), len(slots)))
+        return BlockMove(MoveKind.SAVE, tuple(islice(unsaved, len(slots))), tuple(slots), keys)
+
+    def _next_to_spill(self) -> BlockMove | None:
+        """What host memory gives up next and the disk has not, if there is little else to take."""
+        num_looked_at = self._num_spilled_ahead - self.host.num_free
+        if num_looked_at <= 0 or self._num_given < self._look_from[MoveKind.SPILL]:
+            return None
+        found: list[TierKey] = []
+        for key in islice(self.host, num_looked_at):
+            self.disk.touch(key)
+            if key not in self.disk and key not in self._spilling and len(found) < MOST_BLOCKS:
+                found.append(key)
+        slots, lost = self.disk.take(len(found))
+        self._give_up(lost, self.host)
+        if not slots:
+            self._wait(MoveKind.SPILL)
+            return None
+        del found[len(slots) :]
+        self._spilling.update(found)
+        return BlockMove(MoveKind.SPILL, tuple(map(self.host.pin, found)), tuple(slots), tuple(found))
+
+    def _wait(self, kind: MoveKind) -> None:
+        """Copies nothing down in this way until more blocks have been allocated."""
+        ahead = self._num_ahead if kind is MoveKind.SAVE else self._num_spilled_ahead
+        self._look_from[kind] = self._num_given + max(1, ahead // 4)
 
     def moved(self, move: BlockMove, error: str = "") -> None:
-        """A move has ended; with an error none of its copies counts."""
-        self._num_under_way[move.is_load] -= 1
-        for block, slot, key in zip(move.blocks, move.slots, move.keys, strict=True):
-            if move.is_load:
-                self._loaded(block, slot, key, is_there=not error)
-            else:
-                self._saved(block, slot, key, is_there=not error)
+        """A move has ended; with an error none of its copies counts, and copies down are not tried again at once."""
+        self._num_under_way[move.kind] -= 1
+        if error:
+            self.counts.failed += len(move.keys)
+            if not move.kind.is_up:
+                self._wait(move.kind)
+        for source, target, key in zip(move.sources, move.targets, move.keys, strict=True):
+            match move.kind:
+                case MoveKind.SAVE:
+                    is_kept = self._saved(source, target, key, is_there=not error)
+                case MoveKind.SPILL:
+                    is_kept = self._spilled(source, target, key, is_there=not error)
+                case MoveKind.LOAD | MoveKind.FETCH:
+                    is_kept = self._loaded(self._source(move.kind), source, target, key, is_there=not error)
+            name = _COUNTED[move.kind]
+            setattr(self.counts, name, getattr(self.counts, name) + is_kept)
 
-    def _saved(self, block: int, slot: int, key: TierKey, *, is_there: bool) -> None:
+    def _saved(self, block: int, slot: int, key: TierKey, *, is_there: bool) -> bool:
         is_wanted = self._saving.get(block) == slot
         if is_wanted:
             del self._saving[block]
         if is_there and is_wanted:
-            self.tier.keep(slot, key)
-            self.counts.saved += 1
+            self.host.keep(slot, key)
         else:
-            self.tier.put_back(slot)
-            self.counts.failed += not is_there
+            self.host.put_back(slot)
+        return is_there and is_wanted
 
-    def _loaded(self, block: int, slot: int, key: TierKey, *, is_there: bool) -> None:
-        self.tier.unpin(slot)
+    def _spilled(self, slot: int, on_disk: int, key: TierKey, *, is_there: bool) -> bool:
+        self.host.unpin(slot)
+        is_wanted = key in self._spilling
+        self._spilling.discard(key)
+        if is_there and is_wanted:
+            self.disk.keep(on_disk, key)
+        else:
+            self.disk.put_back(on_disk)
+        return is_there and is_wanted
+
+    def _loaded(self, tier: KvTier, slot: int, block: int, key: TierKey, *, is_there: bool) -> bool:
+        tier.unpin(slot)
         is_wanted = self._arriving.pop(block) == key and self._arriving_at.get(key) == block
         if is_wanted:
             del self._arriving_at[key]
         if is_there and is_wanted:
-            self.counts.loaded += 1
             place, digest = key
             self._digests[block], self._group_of[block] = digest, place
             self._published[place].setdefault(digest, block)
-        elif not is_there:
-            self.counts.failed += 1
-            if self.tier.drop(key):
-                self._forget([key])
+        elif not is_there and tier.drop(key):
+            self._give_up([key], self.disk if tier is self.host else self.host)
         self.release([block])
+        return is_there and is_wanted
+
+    def find_again(self, slots: Iterable[tuple[int, TierKey]]) -> None:
+        """What the disk holds from before this worker began."""
+        for slot, key in slots:
+            if key[0] < len(self.groups):
+                self.disk.adopt(slot, key)
 
     # Losing
 
@@ -250,28 +329,33 @@ class TieredBlocks(BlockManager):
         for block in islice(self._cached, num_blocks):
             self._saving.pop(block, None)
             key = self._group_of[block], self._digests[block]
-            self.tier.touch(key)
-            self.counts.unsaved += key not in self.tier and self.tier.num_total > 0
+            self.host.touch(key)
+            self.counts.unsaved += self.host.num_total > 0 and not self._is_below(key)
         super()._evict(num_blocks)
 
     def _report_stored(self, digests: Collection[bytes]) -> None:
-        super()._report_stored([digest for digest in digests if (0, digest) not in self.tier])
+        super()._report_stored([digest for digest in digests if not self._is_below((0, digest))])
 
     def _report_evicted(self, digests: Collection[bytes]) -> None:
-        super()._report_evicted([digest for digest in digests if (0, digest) not in self.tier])
+        super()._report_evicted([digest for digest in digests if not self._is_below((0, digest))])
 
-    def _forget(self, keys: Sequence[TierKey]) -> None:
-        """The tier has given these up."""
-        self.counts.given_up += len(keys)
-        self._report_evicted([digest for place, digest in keys if not place and digest not in self._published[0]])
+    def _give_up(self, keys: Sequence[TierKey], other: KvTier) -> None:
+        """A tier has given these up; `other` may have them."""
+        lost = [(place, digest) for place, digest in keys if (place, digest) not in other]
+        self.counts.given_up += len(lost)
+        for key in keys:
+            other.touch(key)
+        self._report_evicted([digest for place, digest in lost if not place and digest not in self._published[0]])
 
     def flush_cache(self) -> int:
-        """As `BlockManager.flush_cache`, of the tier as well: what moves is found no more when it has moved."""
-        num_unsaved, kept = self.counts.unsaved, list(self.tier)
+        """As `BlockManager.flush_cache`, of the tiers as well: what moves is found no more when it has moved."""
+        num_unsaved, kept = self.counts.unsaved, {*self.host, *self.disk}
         self._saving.clear()
+        self._spilling.clear()
         self._arriving_at.clear()
         num_only_here = sum(digest not in self._published[place] for place, digest in kept)
-        self.tier.flush()
+        self.host.flush()
+        self.disk.flush()
         self._report_evicted([digest for place, digest in kept if not place and digest not in self._published[0]])
         num_in_pool = super().flush_cache()
         self.counts.unsaved = num_unsaved
@@ -279,15 +363,16 @@ class TieredBlocks(BlockManager):
 
     @property
     def cached_hashes(self) -> Set[bytes]:
-        return self._published[0].keys() | {digest for place, digest in self.tier if place == 0}
+        below = (digest for place, digest in chain(self.host, self.disk) if place == 0)
+        return self._published[0].keys() | set(below)
 
     def _find_wrong(self) -> list[str]:
-        wrong = super()._find_wrong() + self.tier.check()
+        wrong = super()._find_wrong() + self.host.check() + self.disk.check()
         for block, (place, digest) in self._arriving.items():
             if self._refcounts[block] < 1 or block in self._digests:
                 wrong.append(f"block {block} is arriving, with {self._refcounts[block]} owners")
-            if self._arriving_at.get((place, digest)) == block and (place, digest) not in self.tier:
-                wrong.append(f"block {block} arrives, and the tier has not what it is to hold")
+            if self._arriving_at.get((place, digest)) == block and not self._is_below((place, digest)):
+                wrong.append(f"block {block} arrives, and no tier has what it is to hold")
         for block in self._saving:
             if not self._is_published(block):
                 wrong.append(f"block {block} is being saved, and cannot be found")

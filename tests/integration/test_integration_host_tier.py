@@ -1,4 +1,5 @@
-"""KV in host memory: prompts that have left the pool are loaded again, and every output is what it is without it."""
+"""KV in host memory and on a disk: prompts that have left the pool are loaded again, and every output is what it is
+without them."""
 
 from __future__ import annotations
 
@@ -110,3 +111,54 @@ def test_every_kind_of_kv_comes_back_on_two_ranks(kind: str, tmp_path: Path) -> 
                 worker.wait_idle()
         tier = tier_of(prefill.info.metrics_address)
         assert tier["loaded"] >= 2 * len(prompts) and tier["failed"] == 0, tier
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_disk_is_found_again_by_the_worker_that_comes_after_a_killed_one(tp_size: int, tmp_path: Path) -> None:
+    prompts = [prompt_of(number) for number in range(NUM_PROMPTS)]
+    greedy = SamplingParams(temperature=0.0, max_output_tokens=NUM_TOKENS)
+    expected = [completions[0].token_ids for completions in single_process(prompts, [greedy] * len(prompts))]
+    common = {"model_path": str(BUNDLED_MODEL), "kv_cache_tokens": POOL, "max_model_len": 512, "transport": "shm"}
+    on_disk = {"kv_host_bytes": 60 * BLOCK_BYTES, "kv_disk_bytes": 64 << 20, "kv_disk_path": str(tmp_path / "kv")}
+    decode = Worker(worker_id="decode-0", role="decode", **common)
+    how = sampling(max_output_tokens=NUM_TOKENS, temperature=0.0, seed=7, n=1)
+
+    def ask_all(turn: str, prefill: Worker) -> None:
+        for number, prompt in enumerate(prompts):
+            key = hand_off(f"{turn} {number}", prompt, prefill, decode, how)
+            decode.wait_for(lambda key=key: decode.outputs[key].finished or decode.outputs[key].failed is not None)
+            prefill.wait_for(lambda key=key: prefill.outputs[key].tokens)
+            tokens = merged(key, prefill, decode).tokens[0]
+            assert tuple(tokens[at] for at in range(len(tokens))) == expected[number], (turn, number)
+        prefill.wait_idle()
+
+    def start() -> Worker:
+        return Worker(worker_id=PREFILL, role="prefill", tp_size=tp_size, metrics_port=0, **on_disk, **common)
+
+    with running(decode):
+        killed = start().connect()
+        ask_all("first", killed)
+        ask_all("second", killed)
+        assert tier_of(killed.info.metrics_address)["fetched"] > 0
+        for rank in killed.ranks:
+            rank.popen.kill()
+        for rank in killed.ranks:
+            rank.stop()
+        killed.hang_up()
+        prefill = start()
+        with running(prefill):
+            ask_all("after", prefill)
+            tier = tier_of(prefill.info.metrics_address)
+            assert tier["fetched"] >= NUM_PROMPTS and tier["failed"] == 0, tier
+        files = sorted((tmp_path / "kv").glob("*/*.rank*"))
+        assert [file.name for file in files] == [f"1.rank{rank}" for rank in range(tp_size)]
+        for file in files:
+            with file.open("r+b") as damaged:
+                for at in range(4096 + 100, file.stat().st_size, 4096):
+                    damaged.seek(at)
+                    damaged.write(b"damaged")
+        prefill = start()
+        with running(prefill):
+            ask_all("damaged", prefill)
+            assert tier_of(prefill.info.metrics_address)["fetched"] == 0

@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cluster.kv_groups import KvGroup
 from cluster.prefix_hash import prefix_hashes
-from engine.kv.kv_tier import KvTier
-from engine.kv.tiered_blocks import BlockMove, TieredBlocks
+from engine.kv.kv_tier import BlockMove, KvTier, MoveKind
+from engine.kv.tiered_blocks import TieredBlocks
 
 KEYS = [(0, bytes([number])) for number in range(8)]
 
@@ -41,15 +41,15 @@ def test_what_is_evicted_is_found_in_the_tier_and_loaded_into_other_blocks() -> 
     manager = TieredBlocks(num_blocks=4, block_size=2, num_slots=8, num_ahead=4)
     fill(manager, [1, 2, 3, 4, 5])
     [saved] = settle(manager)
-    assert len(saved.blocks) == 2 and not saved.is_load
+    assert len(saved.sources) == 2 and saved.kind is MoveKind.SAVE
     fill(manager, [6, 7, 8, 9, 10, 11, 12, 13])  # takes the whole pool
     assert manager.counts.unsaved == 0 and manager.counts.saved == 2
 
     table = manager.match_prefix([1, 2, 3, 4, 99])
     assert len(table) == 2 and manager.have_arrived(table) is None
-    [load] = [move for move in manager.take_moves() if move.is_load]
-    assert load.blocks == tuple(table) and load.keys == tuple(sorted(saved.keys, key=load.keys.index))
-    assert [saved.slots[saved.keys.index(key)] for key in load.keys] == list(load.slots)
+    [load] = [move for move in manager.take_moves() if move.kind is MoveKind.LOAD]
+    assert load.targets == tuple(table) and load.keys == tuple(sorted(saved.keys, key=load.keys.index))
+    assert [saved.targets[saved.keys.index(key)] for key in load.keys] == list(load.sources)
     manager.moved(load)
     assert manager.have_arrived(table) and manager.counts.loaded == 2
     manager.release(table)
@@ -70,7 +70,7 @@ def test_one_load_serves_all_who_wait_for_the_same_prefix() -> None:
     fill(manager, list(range(10, 26)))
     first, second = manager.match_prefix([1, 2, 3, 4, 5]), manager.match_prefix([1, 2, 3, 4, 6])
     assert first == second and manager.refcount(first[0]) == 3
-    [load] = [move for move in manager.take_moves() if move.is_load]
+    [load] = [move for move in manager.take_moves() if move.kind.is_up]
     manager.release(first)  # one of them is cancelled
     assert manager.have_arrived(second) is None
     manager.moved(load)
@@ -103,19 +103,19 @@ def test_a_copy_of_a_block_that_was_evicted_meanwhile_is_thrown_away() -> None:
     [save] = manager.take_moves()
     fill(manager, [6, 7, 8, 9, 10, 11, 12, 13])
     manager.moved(save)
-    assert not len(manager.tier) and manager.counts.unsaved == 2
+    assert not len(manager.host) and manager.counts.unsaved == 2
     manager.check()
 
 
 def test_what_is_computed_sooner_is_not_loaded() -> None:
-    asked: list[tuple[int, int, int]] = []
+    asked: list[object] = []
     manager = TieredBlocks(num_blocks=4, block_size=2, num_slots=8, num_ahead=4)
     manager.is_quicker = lambda *question: bool(asked.append(question))
     fill(manager, [1, 2, 3, 4, 5])
     settle(manager)
     fill(manager, [6, 7, 8, 9, 10, 11, 12, 13])
     assert manager.match_prefix([1, 2, 3, 4, 5]) == []
-    assert asked == [(2, 4, 0)] and manager.counts.declined == 2
+    assert asked == [({MoveKind.LOAD: 2}, 4, 0)] and manager.counts.declined == 2
     manager.check()
 
 
@@ -172,17 +172,20 @@ Content = tuple[bytes, tuple[int, ...]]
 
 
 class TieredBlocksWalk(RuleBasedStateMachine):
-    """Sequences come and go in a pool of 6 above a tier of 9, while copies begin, end and fail. The model keeps what
-    was written to each block and each slot: a copy reads what is in its source when it ends, so that one of a block
-    that was used for something else meanwhile is of something else."""
+    """Sequences come and go in a pool of 6 above host memory of 9, while copies begin, end and fail. The model keeps
+    what was written to each block and each slot: a copy reads what is in its source when it ends, so that one of a
+    block that was used for something else meanwhile is of something else."""
+
+    num_slots, num_disk_slots = 9, 0
 
     def __init__(self) -> None:
         super().__init__()
-        self.manager = TieredBlocks(num_blocks=6, block_size=2, num_slots=9, num_ahead=6)
+        self.manager = TieredBlocks(6, 2, num_slots=self.num_slots, num_disk_slots=self.num_disk_slots, num_ahead=6)
         self.waiting: list[tuple[list[int], list[int], bytes]] = []
         self.live: list[tuple[list[int], list[int], bytes]] = []  # tokens, table, salt
         self.blocks: dict[int, Content] = {}
         self.slots: dict[int, Content] = {}
+        self.on_disk: dict[int, Content] = {}
         self.moves: list[BlockMove] = []
         self.heard: set[bytes] = set()
         self.manager.watch_cache(True, most_changes=4)
@@ -261,11 +264,15 @@ class TieredBlocksWalk(RuleBasedStateMachine):
         self.finish(self.moves.pop(data.draw(st.integers(0, len(self.moves) - 1))), fails)
 
     def finish(self, move: BlockMove, fails: bool) -> None:
-        for block, slot in zip(move.blocks, move.slots, strict=True):
-            if move.is_load:
-                self.blocks[block] = (b"torn", ()) if fails else self.slots[slot]
-            else:
-                self.slots[slot] = (b"torn", ()) if fails else self.blocks.get(block, (b"none", ()))
+        places = {
+            MoveKind.SAVE: (self.blocks, self.slots),
+            MoveKind.LOAD: (self.slots, self.blocks),
+            MoveKind.SPILL: (self.slots, self.on_disk),
+            MoveKind.FETCH: (self.on_disk, self.blocks),
+        }
+        read, written = places[move.kind]
+        for source, target in zip(move.sources, move.targets, strict=True):
+            written[target] = (b"torn", ()) if fails else read.get(source, (b"none", ()))
         self.manager.moved(move, "it fails" if fails else "")
 
     def end_moves(self) -> None:
@@ -293,8 +300,8 @@ class TieredBlocksWalk(RuleBasedStateMachine):
     def the_books_agree(self) -> None:
         self.manager.check()
         owners = [block for _, table, _ in self.live + self.waiting for block in table]
-        arriving = [block for move in self.moves if move.is_load for block in move.blocks]
-        arriving += [block for block, _, _ in self.manager._to_load]
+        arriving = [block for move in self.moves if move.kind.is_up for block in move.targets]
+        arriving += [block for waiting in self.manager._to_load.values() for _, block, _ in waiting]
         for block in range(6):
             assert self.manager.refcount(block) == owners.count(block) + arriving.count(block)
         for digest, block in self.manager._published[0].items():
@@ -310,11 +317,19 @@ class TieredBlocksWalk(RuleBasedStateMachine):
             for move in moves:
                 self.manager.moved(move, "stopped")
         self.manager.check()
-        assert self.manager.num_held == 0 and self.manager.tier.num_moving == 0
+        assert self.manager.num_held == self.manager.host.num_moving == self.manager.disk.num_moving == 0
+
+
+class DiskWalk(TieredBlocksWalk):
+    """The same above host memory of 3 blocks and a disk of 9."""
+
+    num_slots, num_disk_slots = 3, 9
 
 
 TestTieredBlocksWalk = TieredBlocksWalk.TestCase
 TestTieredBlocksWalk.settings = settings(max_examples=150, stateful_step_count=50, derandomize=True, database=None)
+TestDiskWalk = DiskWalk.TestCase
+TestDiskWalk.settings = TestTieredBlocksWalk.settings
 
 
 @pytest.mark.parametrize("num_slots", [1, 2])
@@ -322,7 +337,7 @@ def test_a_tier_smaller_than_a_prompt_keeps_its_beginning_or_nothing(num_slots: 
     manager = TieredBlocks(num_blocks=4, block_size=2, num_slots=num_slots, num_ahead=4)
     fill(manager, list(range(8)))
     settle(manager)
-    assert len(manager.tier) == num_slots
+    assert len(manager.host) == num_slots
     manager.check()
 
 
@@ -333,5 +348,21 @@ def test_what_the_pool_has_evicted_last_the_tier_gives_up_last() -> None:
     fill(manager, [3, 4, 5, 6])
     settle(manager)  # the tier is full with the first prompt's block and one of the second
     assert manager.counts.given_up == 1 and manager.counts.unsaved == 0
-    for key in list(manager.tier):
+    for key in list(manager.host):
         assert key[1] in set(prefix_hashes([3, 4, 5, 6, 0], 2, b""))
+
+
+def test_what_host_memory_gives_up_is_fetched_from_the_disk_and_found_again_by_the_next_worker() -> None:
+    manager = TieredBlocks(4, 2, num_slots=4, num_disk_slots=16, num_ahead=4)
+    for first in range(0, 60, 10):
+        fill(manager, [first, 1, 2, 3, 4])
+        settle(manager)
+    assert manager.counts.spilled >= 6 and manager.counts.given_up == 0
+    table = manager.match_prefix([0, 1, 2, 3, 9])
+    assert len(table) == 2 and {move.kind for move in settle(manager)} == {MoveKind.FETCH}
+    assert manager.have_arrived(table) and manager.counts.fetched == 2
+
+    other = TieredBlocks(4, 2, num_slots=4, num_disk_slots=16)
+    other.find_again((slot, key) for key, slot in manager.disk._kept.items())
+    assert set(other.disk) == set(manager.disk) and len(other.match_prefix([10, 1, 2, 3, 9])) == 2
+    other.check()

@@ -19,6 +19,7 @@ from cluster.kv_groups import all_layers
 from cluster.lifecycle import RequestKey
 from cluster.metrics_page import MetricsPage
 from decode_worker.receiver import Receiver
+from engine.kv.kv_tier import MoveKind
 from engine.kv.tiered_blocks import TierCounts
 from kv_transfer.actions import Chunk, Range
 from prefill_worker.sender import Sender
@@ -43,7 +44,12 @@ HELD = HeldResources(
     landing_slots={"free": 6, "posted": 2},
     blocks={"free": 10, "held": 5, "cached": 1},
     num_preemptions=7,
-    tier=TierUse({"free": 3, "moving": 1, "kept": 9}, TierCounts(saved=20, loaded=8, unsaved=2), 4096, 2048, 0.5),
+    tier=TierUse(
+        {("host", "free"): 3, ("host", "moving"): 1, ("host", "kept"): 9, ("disk", "kept"): 2},
+        TierCounts(saved=20, loaded=8, unsaved=2),
+        {MoveKind.SAVE: 4096, MoveKind.LOAD: 2048},
+        seconds={MoveKind.LOAD: 0.5},
+    ),
 )
 
 
@@ -337,10 +343,9 @@ def test_the_page_is_what_prometheus_parses_and_shows_what_is_held(
     assert found["baton_kv_quarantined_bytes",] == 4096
     assert [found["baton_kv_blocks", state] for state in ("free", "held", "cached")] == [10, 5, 1]
     assert found["baton_preemptions_total",] == 7
-    assert found["baton_kv_tier_blocks", "kept"] == 9
+    assert found["baton_kv_tier_blocks", "kept", "host"] == 9
     assert found["baton_kv_tier_events_total", "loaded"] == 8
-    assert found["baton_kv_tier_bytes_total", "load"] == 2048
-    assert found["baton_kv_tier_load_seconds_total",] == 0.5
+    assert (found["baton_kv_tier_bytes_total", "load"], found["baton_kv_tier_seconds_total", "load"]) == (2048, 0.5)
 
 
 def test_the_page_is_served_without_what_is_held_while_the_engine_thread_does_not_answer(

@@ -1,0 +1,211 @@
+"""Slots of KV blocks in a file: one rank's part of the tier on a disk. Each names what it holds, and what it holds is
+checked when it is read.
+
+The file outlives its worker. A page at its begin says for which KV it is (`namespace`: the weights, the layout, the
+rank) and which `epoch` counts; a file of other KV is begun anew, and a flush begins a new epoch, so that nothing from
+before is found. A slot is a page with its header, then the block's bytes. Headers have a checksum of themselves and one
+of the block: a write that was cut off, a bit that has changed, another block or another file are all Corrupted.
+
+Only its owner may read the file. Reads and writes go past the system's page cache where the file system lets them.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from struct import Struct
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from cluster.errors import Corrupted
+from cluster.kv_groups import DISK_PAGE as PAGE
+from cluster.kv_groups import slot_bytes_of
+from kv_transfer.layout import KvLayout
+
+Key = tuple[int, bytes]
+"""The group of layers, and the digest of a block's tokens and all before them."""
+
+_MOST_BYTES = 8 << 20
+"""Of slots that lie side by side, read or written at a time."""
+_MAGIC = b"BATON-KV"
+_VERSION = 1
+_FILE = Struct("<8sII32sQ")  # magic, version, bytes of a block, namespace, epoch
+_SLOT = Struct("<8sQI16sQQ")  # magic, epoch, group, digest, bytes of the block, their checksum
+_SUM = Struct("<Q")
+
+
+class DiskFolder:
+    """The files of one worker, which has them for itself while it lives: those of the first number that nobody has."""
+
+    def __init__(self, folder: Path, layout: KvLayout, number: int = 0) -> None:
+        """`number`: what rank 0 has claimed; 0: claims one. Raises OSError."""
+        self.namespace = hashlib.sha256(layout.to_proto().SerializeToString(deterministic=True)).digest()
+        self._folder = folder.expanduser() / self.namespace.hex()[:16]
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.number = number
+        self._claim: int | None = None
+        while self._claim is None and not number:
+            self.number += 1
+            self._claim = self._claimed(self.number)
+
+    def _claimed(self, number: int) -> int | None:
+        """A file whose lock ends with the process; None where somebody has it."""
+        claim = os.open(self._folder / f"{number}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(claim)
+            return None
+        return claim
+
+    def close(self) -> None:
+        """Lets others have the files."""
+        if self._claim is not None:
+            os.close(self._claim)
+            self._claim = None
+
+    def open(self, tp_rank: int, num_slots: int, block_bytes: int) -> DiskSlots:
+        """The slots of one rank. Raises OSError."""
+        namespace = hashlib.sha256(self.namespace + tp_rank.to_bytes(4, "little")).digest()
+        return DiskSlots(self._folder / f"{self.number}.rank{tp_rank}", namespace, num_slots, block_bytes)
+
+
+class DiskSlots:
+    """Slots [0, num_slots) of `block_bytes` each. Used from one thread."""
+
+    def __init__(self, path: Path, namespace: bytes, num_slots: int, block_bytes: int) -> None:
+        """Opens the file, or begins it. Raises OSError."""
+        self.num_slots, self.block_bytes = num_slots, block_bytes
+        self._path = path
+        self._slot_bytes = slot_bytes_of(block_bytes)
+        self._most = max(1, _MOST_BYTES // self._slot_bytes)
+        self._buffer = mmap.mmap(-1, max(PAGE, self._most * self._slot_bytes))  # as long as what it is, page by page
+        self._bytes = torch.frombuffer(self._buffer, dtype=torch.uint8)
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._fd = _open(path)
+        self._namespace, self._epoch = namespace, 0
+        begun = self._read_page(0)
+        if begun is None or begun[:4] != (_MAGIC, _VERSION, block_bytes, namespace):
+            os.ftruncate(self._fd, 0)
+            self.flush()
+        else:
+            self._epoch = begun[4]
+            os.ftruncate(self._fd, min(os.fstat(self._fd).st_size, PAGE + num_slots * self._slot_bytes))
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def flush(self) -> None:
+        """Nothing that is in the file counts any more."""
+        self._epoch += 1
+        page = _FILE.pack(_MAGIC, _VERSION, self.block_bytes, self._namespace, self._epoch)
+        self._buffer[:PAGE] = _sealed(page)
+        _write(self._fd, memoryview(self._buffer)[:PAGE], 0)
+
+    def keys(self) -> Iterator[tuple[int, Key]]:
+        """Yields the slots whose header counts, with what they should hold; the blocks themselves are not read."""
+        end = os.fstat(self._fd).st_size
+        for slot in range(min(self.num_slots, max(0, end - PAGE) // self._slot_bytes)):
+            _read(self._fd, memoryview(self._buffer)[:PAGE], self._at(slot))
+            header = _unsealed(self._buffer[:PAGE], _SLOT)
+            if header is not None and header[:2] == (_MAGIC, self._epoch) and header[4] == self.block_bytes:
+                yield slot, (header[2], header[3])
+
+    def write(self, slots: Sequence[int], keys: Sequence[Key], blocks: Sequence[Tensor]) -> None:
+        """Writes blocks, contiguous uint8 [block_bytes], to slots. Raises OSError, as of a full disk."""
+        for run in _runs(slots, self._most):
+            for at, place in enumerate(run):
+                payload = self._payload(at)
+                payload.copy_(blocks[place])
+                group, digest = keys[place]
+                checksum = xxhash.xxh3_64_intdigest(payload.numpy().data)
+                header = _SLOT.pack(_MAGIC, self._epoch, group, digest, self.block_bytes, checksum)
+                begin = at * self._slot_bytes
+                self._buffer[begin : begin + PAGE] = _sealed(header)
+            size = len(run) * self._slot_bytes
+            _write(self._fd, memoryview(self._buffer)[:size], self._at(slots[run.start]))
+
+    def read(self, slots: Sequence[int], keys: Sequence[Key]) -> Iterator[tuple[int, Tensor]]:
+        """Yields places and their blocks, uint8 [block_bytes], each good until the next one. Raises Corrupted for what
+        is not the block that its key names, and OSError."""
+        for run in _runs(slots, self._most):
+            size = len(run) * self._slot_bytes
+            _read(self._fd, memoryview(self._buffer)[:size], self._at(slots[run.start]))
+            for at, place in enumerate(run):
+                begin = at * self._slot_bytes
+                header = _unsealed(self._buffer[begin : begin + PAGE], _SLOT)
+                payload = self._payload(at)
+                wanted = (_MAGIC, self._epoch, *keys[place], self.block_bytes)
+                if header is None or header[:5] != wanted:
+                    raise Corrupted(f"slot {slots[place]} of {self._path.name} does not hold the block that it should")
+                if xxhash.xxh3_64_intdigest(payload.numpy().data) != header[5]:
+                    raise Corrupted(f"the block in slot {slots[place]} of {self._path.name} is damaged")
+                yield place, payload
+
+    def _payload(self, at: int) -> Tensor:
+        begin = at * self._slot_bytes + PAGE
+        return self._bytes[begin : begin + self.block_bytes]
+
+    def _at(self, slot: int) -> int:
+        return PAGE + slot * self._slot_bytes
+
+    def _read_page(self, at: int) -> tuple[Any, ...] | None:
+        _read(self._fd, memoryview(self._buffer)[:PAGE], at)
+        return _unsealed(self._buffer[:PAGE], _FILE)
+
+
+def _runs(slots: Sequence[int], most: int) -> Iterator[range]:
+    """Places of slots that lie side by side, in order, at most so many at a time."""
+    begin = 0
+    for place in range(1, len(slots) + 1):
+        if place == len(slots) or slots[place] != slots[place - 1] + 1 or place - begin == most:
+            yield range(begin, place)
+            begin = place
+
+
+def _sealed(header: bytes) -> bytes:
+    """A page with a header and its checksum."""
+    return (header + _SUM.pack(xxhash.xxh3_64_intdigest(header))).ljust(PAGE, b"\0")
+
+
+def _unsealed(page: bytes, form: Struct) -> tuple[Any, ...] | None:
+    """The fields of a sealed header; None where it is none."""
+    header = page[: form.size]
+    (checksum,) = _SUM.unpack_from(page, form.size)
+    return form.unpack(header) if xxhash.xxh3_64_intdigest(header) == checksum else None
+
+
+def _open(path: Path) -> int:
+    """Past the page cache where the file system takes that."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        return os.open(path, flags | os.O_DIRECT, 0o600)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    return os.open(path, flags, 0o600)
+
+
+def _read(fd: int, buffer: memoryview, at: int) -> None:
+    """Fills the buffer; with zeros behind the file's end."""
+    done = 0
+    while done < len(buffer):
+        num = os.preadv(fd, [buffer[done:]], at + done)
+        if num == 0:
+            buffer[done:] = bytes(len(buffer) - done)
+            return
+        done += num
+
+
+def _write(fd: int, buffer: memoryview, at: int) -> None:
+    done = 0
+    while done < len(buffer):
+        done += os.pwritev(fd, [buffer[done:]], at + done)

@@ -1,0 +1,150 @@
+"""Slots in a file: what is read is what was written there under this key, for these weights, or Corrupted."""
+
+from __future__ import annotations
+
+import random
+import resource
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from cluster.errors import Corrupted
+from kv_transfer.disk_slots import PAGE, DiskFolder, DiskSlots
+from kv_transfer.layout import KvLayout
+
+BYTES = 5000
+NAMESPACE = b"n" * 32
+KEYS = [(number % 2, bytes([number]) * 16) for number in range(12)]
+LAYOUT = KvLayout(2, 2, 8, "float32", 1, 16, "model@revision")
+
+
+def block_of(number: int) -> torch.Tensor:
+    return torch.randint(0, 256, (BYTES,), dtype=torch.uint8, generator=torch.Generator().manual_seed(number))
+
+
+def opened(path: Path, num_slots: int = 12, namespace: bytes = NAMESPACE, size: int = BYTES) -> DiskSlots:
+    return DiskSlots(path, namespace, num_slots, size)
+
+
+def filled(path: Path) -> DiskSlots:
+    slots = opened(path)
+    slots.write(range(12), KEYS, [block_of(number) for number in range(12)])
+    return slots
+
+
+def read(slots: DiskSlots, numbers: list[int]) -> list[torch.Tensor]:
+    found = {place: block.clone() for place, block in slots.read(numbers, [KEYS[number] for number in numbers])}
+    return [found[place] for place in range(len(numbers))]
+
+
+def test_blocks_come_back_in_any_order_also_after_the_file_is_opened_again(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "1.rank0"
+    slots = filled(path)
+    order = [3, 4, 5, 11, 0, 7]
+    for number, block in zip(order, read(slots, order), strict=True):
+        assert torch.equal(block, block_of(number))
+    slots.close()
+    again = opened(path)
+    assert dict(again.keys()) == dict(enumerate(KEYS))
+    assert torch.equal(read(again, [6])[0], block_of(6))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_a_slot_is_read_under_its_own_key_alone(tmp_path: Path) -> None:
+    slots = filled(tmp_path / "file")
+    for key in ((1, KEYS[2][1]), KEYS[3], (0, b"x" * 16)):
+        with pytest.raises(Corrupted, match="slot 2 of file does not hold"):
+            list(slots.read([2], [key]))
+
+
+@pytest.mark.parametrize(
+    "other", [{"namespace": b"m" * 32}, {"size": BYTES + 1}], ids=["other weights", "another size"]
+)
+def test_a_file_of_other_kv_is_begun_anew(tmp_path: Path, other: dict[str, object]) -> None:
+    filled(tmp_path / "file").close()
+    slots = opened(tmp_path / "file", **other)  # type: ignore[arg-type]
+    assert not list(slots.keys()) and (tmp_path / "file").stat().st_size == PAGE
+
+
+def test_nothing_from_before_a_flush_is_found_or_read(tmp_path: Path) -> None:
+    slots = filled(tmp_path / "file")
+    slots.flush()
+    with pytest.raises(Corrupted):
+        read(slots, [1])
+    slots.write([4], [KEYS[4]], [block_of(4)])
+    slots.close()
+    assert dict(opened(tmp_path / "file").keys()) == {4: KEYS[4]}
+
+
+def test_a_smaller_tier_gives_the_rest_of_the_file_back(tmp_path: Path) -> None:
+    filled(tmp_path / "file").close()
+    slots = opened(tmp_path / "file", num_slots=3)
+    assert dict(slots.keys()) == dict(enumerate(KEYS[:3]))
+    assert (tmp_path / "file").stat().st_size == PAGE + 3 * (PAGE + 2 * PAGE)
+
+
+def test_of_a_file_that_was_cut_off_what_is_whole_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    filled(path).close()
+    with path.open("r+b") as file:
+        file.truncate(PAGE + 2 * 3 * PAGE + PAGE + 100)
+    slots = opened(path)
+    assert torch.equal(read(slots, [1])[0], block_of(1))
+    with pytest.raises(Corrupted):
+        read(slots, [2])
+    with pytest.raises(Corrupted):
+        read(slots, [9])
+
+
+def test_no_flipped_bit_is_ever_read_as_a_block(tmp_path: Path) -> None:
+    """A bit that changes no byte of a header or block is in the padding, and changes nothing."""
+    path = tmp_path / "file"
+    slots = filled(path)
+    rng, num_found = random.Random(1), 0
+    for _ in range(300):
+        number, at = rng.randrange(12), rng.randrange(3 * PAGE)
+        place = PAGE + number * 3 * PAGE + at
+        with path.open("r+b") as file:
+            file.seek(place)
+            (byte,) = file.read(1)
+            file.seek(place)
+            file.write(bytes([byte ^ 1 << rng.randrange(8)]))
+        try:
+            assert torch.equal(read(slots, [number])[0], block_of(number))
+        except Corrupted:
+            num_found += 1
+        with path.open("r+b") as file:
+            file.seek(place)
+            file.write(bytes([byte]))
+    assert num_found > 100 and all(torch.equal(read(slots, [n])[0], block_of(n)) for n in range(12))
+
+
+def test_two_workers_never_have_the_same_files(tmp_path: Path) -> None:
+    first = DiskFolder(tmp_path, LAYOUT)
+    second = DiskFolder(tmp_path, LAYOUT)
+    other = DiskFolder(tmp_path, replace(LAYOUT, model="model@another"))
+    assert (first.number, second.number, other.number) == (1, 2, 1)
+    slots = first.open(0, 4, BYTES)
+    slots.write([0], [KEYS[0]], [block_of(0)])
+    assert not list(DiskFolder(tmp_path, LAYOUT, 1).open(1, 4, BYTES).keys()), "ranks have files of their own"
+    assert not list(other.open(0, 4, BYTES).keys())
+    first.close()
+    again = DiskFolder(tmp_path, LAYOUT)
+    assert again.number == 1 and dict(again.open(0, 4, BYTES).keys()) == {0: KEYS[0]}
+    for folder in (again, second, other):
+        folder.close()
+
+
+def test_a_full_disk_is_an_error_and_what_was_written_stays(tmp_path: Path) -> None:
+    slots = filled(tmp_path / "file")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE + 12 * 3 * PAGE, before[1]))
+    try:
+        with pytest.raises(OSError, match="large"):
+            opened(tmp_path / "other", num_slots=99).write(range(50, 51), KEYS[:1], [block_of(0)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert torch.equal(read(slots, [11])[0], block_of(11))
