@@ -138,7 +138,9 @@ class Bench:
 
     def begin(self, grammar: str, done: Callable[[Constraint], None]) -> None:
         """A constraint under which everything may follow."""
-        done(Constraint(Mock()))
+        followed = Mock()
+        followed.process.mask.return_value = memoryview(bytes(4))
+        done(Constraint(followed))
 
     def admit(self, name: str, num_prompt_tokens: int = 3, most: int = 4, **options: Any) -> worker_pb2.RequestKey:
         key = worker_pb2.RequestKey(request_id=name, attempt=1)
