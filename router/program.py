@@ -133,7 +133,7 @@ class RouterServer:
             dispatcher.counters, dispatcher.fleet, lambda: dispatcher.num_queued, lambda: dispatcher.num_running
         )
         dispatcher.observers += [metrics, self._activity]
-        dispatcher.running.on_decision = metrics.decided
+        dispatcher.running.observe(metrics.decided, metrics.fetched)
         return metrics
 
     def _new_generation(self, store: Store) -> GenerationService:

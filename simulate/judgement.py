@@ -70,6 +70,7 @@ def check_router(dispatcher: Dispatcher, workers: Mapping[str, SimulatedWorker],
     for name, worker in workers.items():
         index, cached = dispatcher.fleet[name].prefix_index, worker.core.blocks.cached_hashes
         assert index is None or index.hashes == cached, f"the router knows another cache of {name}"
+    assert not dispatcher.running.fetches, "the router still has prefixes fetched"
     assert not dispatcher.num_queued and not dispatcher.num_running, "the router still holds requests"
     loads = dispatcher.context.loads
     for name in workers:

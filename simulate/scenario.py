@@ -41,6 +41,8 @@ class Scenario:
     def of(cls, seed: int) -> Scenario:
         rng = random.Random(f"scenario {seed}")
         spec = _random_spec(rng)
+        fetch = random.Random(f"scenario {seed} fetches").choice(("auto", "always", "always"))
+        spec = replace(spec, router=replace(spec.router, prefix_fetch=fetch))
         names = [worker.worker_id for worker in spec.workers]
         faults = FaultPlan.random(
             rng, names, FAULTS_UNTIL_S, has_routers=spec.num_routers > 0, has_controller=spec.controller is not None

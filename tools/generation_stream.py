@@ -334,4 +334,5 @@ def timing_dict(timing: pb.Timing) -> dict[str, Any]:
     """Durations in milliseconds, and the other fields as they are."""
     spans = ("queue", "prefill", "kv_transfer", "time_to_first_token", "decode")
     values: dict[str, Any] = {f"{name}_ms": getattr(timing, name).ToNanoseconds() / 1e6 for name in spans}
-    return values | {"migrations": timing.migrations, "placement": timing.placement}
+    fields = ("migrations", "fetched_tokens", "placement")
+    return values | {name: getattr(timing, name) for name in fields}

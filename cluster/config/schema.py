@@ -85,6 +85,9 @@ class RouterSection:
     measured of their own steps, what is handed out already and what prefix caches hold; a decode worker computes a
     short or mostly cached prompt itself where that is sooner; the others look at less: at the work handed out, at whose
     turn it is, at nothing."""
+    prefix_fetch: choices.PrefixFetchName = "auto"
+    """Whether a worker fetches the beginning of a prompt from another one that has it in its prefix cache. auto: where
+    that is predicted to be quicker than to compute it; always: whenever it spares a block; off: never."""
     max_running_requests: int | None = bounded(None, at_least=1, at_most=2**20)
     """Requests handed to workers at one time. null: 256, or as many as the decode workers step at a time if that is
     more."""

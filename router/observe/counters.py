@@ -84,7 +84,21 @@ EJECTIONS = Metric(
     "by its role.",
     (("role", ("prefill", "decode")),),
 )
-COUNTER_METRICS = (REQUESTS, RETRIES, REFUSALS, ORPHANS, PLACEMENTS, BATCH_LINES, EJECTIONS)
+FETCHES = Metric(
+    "baton_prefix_fetches_total",
+    "counter",
+    "Prefixes that a worker was to have from another one before a prompt, by what became of it. late: it took too "
+    "long; no_room: the worker had no blocks to spare; evicted: the other one did not have it any more; worker_lost; failed: "
+    "the transfer; cancelled: the requests that waited for it had ended. But for done, the prompt was computed.",
+    (("result", ("done", "late", "no_room", "evicted", "worker_lost", "failed", "cancelled")),),
+)
+FETCHED_TOKENS = Metric(
+    "baton_prefix_fetched_tokens_total", "counter", "Tokens of prefixes that workers have fetched from others."
+)
+COUNTER_METRICS = (
+    *(REQUESTS, RETRIES, REFUSALS, ORPHANS, PLACEMENTS, BATCH_LINES, EJECTIONS),
+    *(FETCHES, FETCHED_TOKENS),
+)
 
 
 @dataclass
@@ -108,6 +122,9 @@ class Counters:
     """Lines of batches, by an outcome of BATCH_LINES."""
     ejected: Counter[str] = field(default_factory=Counter)
     """Ejections of slow workers, by role."""
+    fetches: Counter[str] = field(default_factory=Counter)
+    """Fetches of prefixes that are over, by a result of FETCHES."""
+    fetched_tokens: int = 0
     orphaned: int = 0
     """Requests cancelled because their client had left and nobody resumed them."""
 
@@ -123,4 +140,6 @@ class Counters:
         yield counter_family(PLACEMENTS, self.placements.copy())
         yield counter_family(BATCH_LINES, self.batch_lines.copy())
         yield counter_family(EJECTIONS, self.ejected.copy())
+        yield counter_family(FETCHES, self.fetches.copy())
+        yield CounterMetricFamily(FETCHED_TOKENS.name, FETCHED_TOKENS.doc, value=self.fetched_tokens)
         yield CounterMetricFamily(ORPHANS.name, ORPHANS.doc, value=self.orphaned)

@@ -57,6 +57,11 @@ SLOW_WORKERS = Metric(
     (("role", ("prefill", "decode")),),
 )
 DECISION = Metric("baton_decision_seconds", "histogram", "Time to choose workers, including hashing the prompt.")
+FETCH = Metric(
+    "baton_prefix_fetch_seconds",
+    "histogram",
+    "From the command to fetch a prefix to its end, of those that went well. The requests for it wait meanwhile.",
+)
 FIRST_TOKEN = Metric(
     "baton_time_to_first_token_seconds",
     "histogram",
@@ -161,7 +166,7 @@ TRACE_SPANS = Metric(
 )
 METRICS: tuple[Metric, ...] = (
     *(*COUNTER_METRICS, QUEUED, RUNNING, KV_USAGE, SLOW_WORKERS),
-    *(DECISION, FIRST_TOKEN, INTER_TOKEN, *METRICS_OF_FINISHED, SEQUENCES, TRACE_SPANS),
+    *(DECISION, FETCH, FIRST_TOKEN, INTER_TOKEN, *METRICS_OF_FINISHED, SEQUENCES, TRACE_SPANS),
 )
 _FINISH_REASONS = {
     number: name.removeprefix("FINISH_REASON_").lower() for name, number in generation_pb2.FinishReason.items()
@@ -202,6 +207,7 @@ class RouterMetrics(RequestObserver, Collector):
         self._fleet = fleet
         self._gauges = ((QUEUED, num_queued), (RUNNING, num_running))
         self._decision = histogram(DECISION, registry)
+        self.fetched = histogram(FETCH, registry).observe
         self._first_token = histogram(FIRST_TOKEN, registry)
         self._sequences = LabelledCounter(SEQUENCES, registry)
         self.trace_spans = LabelledCounter(TRACE_SPANS, registry)

@@ -48,6 +48,8 @@ class TimingAnswer(TypedDict):
     placement: str
     migrations: Count
     """How often another worker had to take it over."""
+    fetched_tokens: Count
+    """Cached prompt tokens that its worker has fetched from another one for it."""
     queue_ms: float
     prefill_ms: float
     kv_transfer_ms: float

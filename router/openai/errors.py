@@ -111,6 +111,7 @@ def timing_of(timing: pb.Timing) -> TimingAnswer:
     return {
         "placement": timing.placement,
         "migrations": timing.migrations,
+        "fetched_tokens": timing.fetched_tokens,
         "queue_ms": queue,
         "prefill_ms": prefill,
         "kv_transfer_ms": transfer,

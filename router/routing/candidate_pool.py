@@ -194,6 +194,15 @@ class CandidatePool(Sequence[C]):
                     break
         return [self._by_id[worker_id] for _, worker_id in sorted(found)[:most]]
 
+    def deepest(self, prompt: PromptHashes, most: int = 4) -> list[C]:
+        """Returns some of the workers that hold the longest beginning of a prompt, of those of each block size."""
+        found = list[C]()
+        for (table, block_size), own in self._caches.items():
+            step = next(prompt.depths(table, block_size).deepest_first(own), None) if block_size else None
+            if step is not None:
+                found += [self._by_id[worker_id] for worker_id in islice(table.worker_ids(step.holding), most)]
+        return found
+
     def _holders_of(self, table: Holders, holding: int, ranking: Ranking[C], each: int) -> list[tuple[Any, str]]:
         """Places in a ranking of some of these workers."""
         found = list[tuple[Any, str]]()
@@ -309,6 +318,21 @@ def of_revision(candidates: Some, revision: str) -> Some:
     if isinstance(candidates, CandidatePool):
         return candidates.of_revision(revision)
     return [candidate for candidate in candidates if candidate.weights_revision == revision]
+
+
+def find(candidates: Some, worker_id: str) -> Candidate | None:
+    """Returns the one of that id; None: it is not among them."""
+    if isinstance(candidates, CandidatePool):
+        found: Candidate | None = candidates.get(worker_id)
+        return found
+    return next((candidate for candidate in candidates if candidate.worker_id == worker_id), None)
+
+
+def deepest(candidates: Some, prompt: PromptHashes) -> Sequence[Candidate]:
+    """Returns workers among which one holds the longest beginning of a prompt, if any holds some."""
+    if isinstance(candidates, CandidatePool):
+        return candidates.deepest(prompt)
+    return candidates
 
 
 def by_revision(prefill: Some, decode: Some) -> Iterator[tuple[Some, Some]]:

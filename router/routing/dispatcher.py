@@ -36,6 +36,7 @@ from router.routing.lost_workers import RequestRecovery
 from router.routing.migration import MOST_ROOMS, DecodeRoom, choose_moves, residents_of, why_emptied
 from router.routing.policies import policy_class
 from router.routing.policies.interface import Objectives, RoutingContext
+from router.routing.prefix_fetches import EVENTS as FETCH_EVENTS
 from router.routing.running_requests import RunningRequests
 from router.routing.slow_workers import SlowWatch
 from router.routing.stalls import StallWatch
@@ -69,7 +70,7 @@ class Dispatcher:
         self.clock = clock
         self.counters = Counters()
         self.observers: list[RequestObserver] = []
-        self.context = RoutingContext(rng=rng or random.Random())
+        self.context = RoutingContext(rng=rng or random.Random(), clock=clock)
         self.apply_settings(settings)
         self._demand = DemandWindow(self.context.lengths)
         self._policy = policy_class(settings.router.policy)(self.context)
@@ -233,6 +234,7 @@ class Dispatcher:
 
     def _on_lost(self, worker: WorkerClient) -> None:
         self._policy.on_worker_lost(worker.worker_id)
+        self.running.fetches.on_worker_lost(worker)
         self._recovery.on_worker_lost(worker)
         self.fleet.close_idle()
         self._on_change()
@@ -278,6 +280,8 @@ class Dispatcher:
         self._stalls.on_batch(worker, events)
         find = self.running.find
         for kind, message in events:
+            if kind in FETCH_EVENTS and self.running.fetches.on_event(worker, kind, message):
+                continue
             if kind not in _REQUEST_EVENTS or (live := find(worker, message.key)) is None:
                 continue
             try:

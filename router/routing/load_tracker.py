@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from cluster.step_cost import NO_STEP, StepSize
+from router.routing.fetch_plan import Fetch
 
 
 class RequestLoad(NamedTuple):
@@ -63,6 +64,8 @@ class Placement(NamedTuple):
     kind: PlacementKind = PlacementKind.DISAGGREGATED
     num_present_tokens: int = 0
     """Prompt tokens that the decode worker should find in its own cache, so that they are not transferred."""
+    fetch: Fetch | None = None
+    """What the computing worker gets from another one first."""
 
     @property
     def computing_id(self) -> str:

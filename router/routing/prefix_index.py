@@ -202,6 +202,13 @@ class PromptHashes:
         self._found: dict[int, tuple[Holders, int, Depths]] = {}
         """The table, its version, and the depths found there, by block size."""
 
+    @property
+    def salt(self) -> bytes:
+        return self._salt
+
+    def first_tokens(self, num_tokens: int) -> Sequence[int]:
+        return self._token_ids[:num_tokens]
+
     def of(self, block_size: int) -> PrefixHashes:
         if block_size not in self._by_block_size:
             self._by_block_size[block_size] = PrefixHashes(self._token_ids, block_size, self._salt)
@@ -308,6 +315,11 @@ class Candidate(Protocol):
     @property
     def prefix_index(self) -> PrefixIndex | None:
         """The index of what its prefix cache holds; None: that is not known."""
+        ...
+
+    @property
+    def prefix_format(self) -> str:
+        """Names how it keeps KV: workers of one format may fetch prefixes from one another. Empty: it does not."""
         ...
 
     def num_cached_tokens(self, prompt: PromptHashes) -> int:

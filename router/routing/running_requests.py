@@ -11,20 +11,21 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from cluster.lifecycle import RequestKey
 from cluster.pb import worker_pb2
 from router.observe.counters import Counters
 from router.queue.admission import Admission
 from router.routing.fleet import PREFILL, Fleet
 from router.routing.load_tracker import Charge, Placement
 from router.routing.policies.interface import Candidates, Policy, RoutingRequest
+from router.routing.prefix_fetches import Fetched, PrefixFetches
 from router.routing.retry import AttemptFailure, alone, moved, next_placement, stood_in
 from router.routing.worker_client import WorkerClient
 from router.stream.request import Attempt, LiveRequest
 
 
 class RunningRequests:
-    """The requests that run, by generation id. `on_decision` is called with the seconds that each choice of workers
-    took."""
+    """The requests that run, by generation id."""
 
     def __init__(
         self,
@@ -34,7 +35,7 @@ class RunningRequests:
         counters: Counters,
         clock: Callable[[], float],
     ) -> None:
-        self.on_decision: Callable[[float], None] = lambda seconds: None
+        self._on_decision: Callable[[float], None] = lambda seconds: None
         self._fleet = fleet
         self._policy = policy
         self._admission = admission
@@ -42,6 +43,11 @@ class RunningRequests:
         self._clock = clock
         self._running: dict[str, LiveRequest] = {}
         self._on_worker: dict[WorkerClient, dict[str, None]] = {}
+        self.fetches = PrefixFetches(policy.context.fetch_times, counters, clock)
+
+    def observe(self, on_decision: Callable[[float], None], on_fetched: Callable[[float], None]) -> None:
+        """Has them called with the seconds of each choice of workers, and of each fetch that went well."""
+        self._on_decision, self.fetches.on_fetched = on_decision, on_fetched
 
     def __len__(self) -> int:
         return len(self._running)
@@ -149,14 +155,13 @@ class RunningRequests:
     def _choose(self, request: RoutingRequest, prefill: Candidates, decode: Candidates) -> Placement:
         begun = time.perf_counter()
         placement = self._policy.choose(request, prefill, decode)
-        self.on_decision(time.perf_counter() - begun)
+        if not self._policy.weighs_fetches:
+            placement = self._policy.with_fetch(placement, request, prefill, decode)
+        self._on_decision(time.perf_counter() - begun)
         return placement
 
     def _place(self, live: LiveRequest, placement: Placement, *, is_move: bool = False) -> None:
-        """Sends the request to its workers: to prefill first, whose Open is on its way while decode is sent its part.
-
-        Decode takes both in either order.
-        """
+        """Charges the request's workers, and sends it to them, or after what they are to fetch first."""
         self._fleet.has_served = True
         decode = self._fleet[placement.decode_id]
         prefill = self._fleet[placement.prefill_id] if placement.prefill_id is not None else None
@@ -165,7 +170,7 @@ class RunningRequests:
         is_retry = live.has_run and not is_move
         charge = Charge(self._policy.context.loads, placement, live.to_place.work, is_retry=is_retry)
         workers = [decode] if prefill is None else [prefill, decode]
-        attempt = Attempt(live.key, placement, self._clock(), charge, prefill, workers, is_move)
+        attempt = Attempt(live.key, placement, self._clock(), charge, prefill, workers, is_move=is_move)
         live.place(attempt)
         live.placed_revision = decode.weights_revision
         self._counters.placements[placement.kind] += 1
@@ -176,7 +181,23 @@ class RunningRequests:
             if len(self._on_worker[worker]) == 1:
                 self._fleet.on_requests(worker)
         self._admission.on_placed(live.key.request_id, live.work, self._clock())
-        command = _admit(live)
+        fetch = placement.fetch
+        if fetch is None:
+            self._send(live, attempt)
+        else:
+            key = RequestKey(f"{live.key.request_id}/prefix-{live.key.attempt}", 1)
+            holder, target, on_over = self._fleet[fetch.holder_id], workers[0], partial(self._on_fetched, live, attempt)
+            self.fetches.begin(attempt, key, fetch, holder, target, live.to_place.prompt, on_over)
+
+    def _on_fetched(self, live: LiveRequest, attempt: Attempt, fetched: Fetched) -> None:
+        """The computing worker has what it was to fetch, or goes without."""
+        if self._running.get(live.key.request_id) is live and live.attempt is attempt:
+            attempt.fetched, attempt.fetch_s = fetched, self._clock() - attempt.placed_at
+            self._send(live, attempt)
+
+    def _send(self, live: LiveRequest, attempt: Attempt) -> None:
+        """To prefill first, whose Open is on its way while decode is sent its part; that takes both in either order."""
+        prefill, decode, command = attempt.prefill, attempt.workers[-1], _admit(live)
         if prefill is None:
             self._counters.local_prefills += 1
         else:
@@ -191,15 +212,10 @@ class RunningRequests:
     def _remove(self, live: LiveRequest) -> None:
         """Gives back everything that the request had charged."""
         del self._running[live.key.request_id]
+        self.fetches.leave(live.attempt)
         live.attempt.charge.all_done()
         for worker in list(live.attempt.workers):
             self.release(live, worker)
-
-
-def _peer(decode: WorkerClient) -> worker_pb2.Peer:
-    """The decode worker as the prefill worker addresses it; the incarnation names its present process."""
-    assert decode.info is not None, f"worker {decode.worker_id} is not ready: its info has not come"
-    return worker_pb2.Peer(worker_id=decode.worker_id, incarnation=decode.info.incarnation, address=decode.address)
 
 
 def _to_prefill(command: worker_pb2.Command, decode: WorkerClient) -> worker_pb2.Command:
@@ -207,7 +223,7 @@ def _to_prefill(command: worker_pb2.Command, decode: WorkerClient) -> worker_pb2
     copy = worker_pb2.Command()
     copy.CopyFrom(command)
     copy.admit.role = worker_pb2.ROLE_PREFILL
-    copy.admit.decode_peer.CopyFrom(_peer(decode))
+    copy.admit.decode_peer.CopyFrom(decode.peer)
     return copy
 
 

@@ -227,7 +227,7 @@ class SlowWatch:
         elif worker.step_cost is not None and not attempt.is_move:
             predicted_s = worker.step_cost.of(attempt.charge.queued)
             slack_s = SLACK_SHARE * self._context.objectives.ttft_s
-            self._detector.add(worker.worker_id, now - attempt.placed_at, predicted_s, slack_s)
+            self._detector.add(worker.worker_id, now - attempt.placed_at - attempt.fetch_s, predicted_s, slack_s)
 
     def on_decoding(self, live: LiveRequest, now: float) -> None:
         """Its decode worker alone goes on with the present attempt."""

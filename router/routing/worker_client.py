@@ -196,6 +196,17 @@ class WorkerClient:
         """Sequences that it decodes in one step; 0 while its info has not come."""
         return 0 if self.info is None else self.info.max_num_seqs
 
+    @property
+    def prefix_format(self) -> str:
+        """Names how it keeps KV that others may fetch; empty: it fetches nothing, or its info has not come."""
+        return "" if self.info is None else self.info.prefix_format
+
+    @property
+    def peer(self) -> worker_pb2.Peer:
+        """The worker as others address it; the incarnation names its present process."""
+        assert self.info is not None, f"worker {self.worker_id} is not ready: its info has not come"
+        return worker_pb2.Peer(worker_id=self.worker_id, incarnation=self.info.incarnation, address=self.address)
+
     def num_cached_tokens(self, prompt: PromptHashes) -> int:
         """Tokens of a prompt that its prefix cache holds, as far as its events describe it."""
         index = self.prefix_index

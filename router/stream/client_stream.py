@@ -96,7 +96,9 @@ class StreamReader:
         if not live.request.wants_timing:
             return None
         placement = live.placement.reason if live.placement else "not placed"
-        timing = generation_pb2.Timing(placement=placement, migrations=live.num_moves)
+        timing = generation_pb2.Timing(
+            placement=placement, migrations=live.num_moves, fetched_tokens=live.num_fetched_tokens
+        )
         timing.arrival_time.FromNanoseconds(round(live.arrival_time_s * 1e9))
         arrived, prefill = lifecycle.instant(RequestState.QUEUED), lifecycle.instant(RequestState.PREFILLING)
         # The last ones: no time of a failed attempt counts as transfer.

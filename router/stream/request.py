@@ -20,6 +20,7 @@ from cluster.pb import generation_pb2, worker_pb2
 from router.api.call import ANYONE, Principal, ValidatedRequest
 from router.routing.load_tracker import Charge, Placement, RequestLoad
 from router.routing.policies.interface import RoutingRequest, SessionKey
+from router.routing.prefix_fetches import NOTHING, Fetched
 from router.routing.prefix_index import PromptHashes
 from router.routing.retry import RetryState
 from router.routing.worker_client import PromptTokens, WorkerClient
@@ -58,6 +59,10 @@ class Attempt:
     """None: the decode worker computes the prompt. After a move: the worker that decoded before."""
     workers: list[WorkerClient]
     """The workers that hold something for it: at first both, then the decode worker."""
+    fetched: Fetched = NOTHING
+    """What the computing worker has fetched for it."""
+    fetch_s: float = 0.0
+    """Seconds after its placement for which it waited for that."""
     is_move: bool = False
     """The request was moved here while it decoded."""
     num_prefilled_outputs: int = 0
@@ -146,6 +151,8 @@ class LiveRequest:
         self.arrived_at = now
         self.first_token_at: float | None = None
         self.num_cached_tokens = 0
+        self.num_fetched_tokens = 0
+        """Part of those that were fetched from another worker for it."""
         self.num_moves = 0
         """Times that it was placed again."""
         self.is_stopped_here = False
@@ -242,7 +249,11 @@ class LiveRequest:
     def on_phase(self, event: worker_pb2.PhaseChanged, now: float) -> None:
         """Phases of two workers may come interleaved: the later state stays."""
         if event.phase == generation_pb2.Heartbeat.PHASE_PREFILL and not self.num_tokens:
-            self.num_cached_tokens = event.num_cached_tokens
+            self.num_cached_tokens, fetched = (
+                event.num_cached_tokens,
+                self.attempts[-1].fetched if self.attempts else NOTHING,
+            )
+            self.num_fetched_tokens = max(0, min(self.num_cached_tokens, fetched.num_tokens) - fetched.num_before)
         state = _STATE_OF_PHASE.get(event.phase)
         if state is not None and self._reach(state, now, "reported by a worker"):
             self.output.heartbeat()

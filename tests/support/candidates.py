@@ -22,6 +22,7 @@ class FakeCandidate:
     cached: int = 0
     weights_revision: str = ""
     prefix_index: PrefixIndex | None = None
+    prefix_format: str = ""
 
     def num_cached_tokens(self, prompt: PromptHashes) -> int:
         return self.cached

@@ -142,7 +142,7 @@ class WiredRouter:
         )
         self.activity = Activity()
         dispatcher.observers += [self.metrics, self.activity]
-        dispatcher.running.on_decision = self.metrics.decided
+        dispatcher.running.observe(self.metrics.decided, self.metrics.fetched)
         self.workers: dict[str, WiredWorker] = {}
         """Those that are named now."""
         self.name(worker_ids)

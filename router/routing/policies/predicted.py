@@ -1,6 +1,7 @@
 """Chooses the workers on which a request should finish first, by what each worker has learned of its own steps.
 
     first token  = the prompts queued on the prefill worker + this prompt's tokens that its prefix cache lacks
+                   or: those that no other one has either, once the others are fetched, where that is sooner
     hand-off     = measured time per token moved, for the prompt's tokens that the decode worker's prefix cache lacks
     completion   = first token + hand-off + expected output tokens * the decode worker's step with the request in it
                    + the wait for KV blocks, where the decode worker's pool is promised to others up to the end
@@ -21,13 +22,14 @@ ones; the least busy ones of all; and the session's. Where steps cost the same e
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
 from cluster.step_cost import PACE_SHARE, StepCost, usual
 from router.routing.candidate_pool import FEW, CandidatePool, Key, by_revision
 from router.routing.demand import FIRST_GUESS_TOKENS
+from router.routing.fetch_plan import Fetch, Work
 from router.routing.load_tracker import Load, Placement, PlacementKind, RequestLoad
 from router.routing.policies.interface import (
     Candidates,
@@ -93,6 +95,9 @@ class _Prefill(NamedTuple):
     own_s: float
     """Time of the worker's steps for this prompt alone."""
     num_cached_tokens: int
+    """With those that are fetched first."""
+    num_present_tokens: int
+    fetch: Fetch | None = None
 
     def is_nearly(self, best: _Prefill) -> bool:
         return self.first_token_s <= NEARLY * best.first_token_s
@@ -137,6 +142,8 @@ class _Option(NamedTuple):
 class Predicted(Policy):
     """Keeps the sessions, and a moving average of what hand-offs cost."""
 
+    weighs_fetches = True
+
     def __init__(self, context: RoutingContext) -> None:
         super().__init__(context)
         self._loads = context.loads
@@ -161,7 +168,7 @@ class Predicted(Policy):
     def choose(self, request: RoutingRequest, prefill: Candidates, decode: Candidates) -> Placement:
         mean = _mean_cost(prefill, decode)
         if mean is None:
-            return self._least_loaded.choose(request, prefill, decode)
+            return self.with_fetch(self._least_loaded.choose(request, prefill, decode), request, prefill, decode)
         self._mean = mean
         chosen, best = self._best(request, prefill, decode)
         return self._place(chosen, request, by_session=chosen != best, has_prefill=bool(prefill))
@@ -175,10 +182,11 @@ class Predicted(Policy):
         num_tokens = self.context.lengths.expected(request.work.most_output)
         groups = [
             (
-                [self._weigh_prefill(p, request) for p in prefills],
-                [self._weigh_decode(d, request, num_tokens) for d in decodes],
+                [self._weigh_prefill(p, request, holders) for p in prefills],
+                [self._weigh_decode(d, request, num_tokens, holders) for d in decodes],
             )
             for group in by_revision(prefill, decode)
+            for holders in (self.holders(request, *group),)
             for prefills, decodes in (self._few_of_each(request, *group),)
         ]
         here = [o for group in groups for o in self._local_options(request, *group)]
@@ -276,9 +284,15 @@ class Predicted(Policy):
         first_s = p.first_token_s
         num_missed = (first_s > self.context.objectives.ttft_s) + d.misses_tpot
         is_local = kind is not PlacementKind.DISAGGREGATED
-        return _Option(num_missed, first_s + end_s, is_local, d.worker_id, p, kind, d.own.num_cached_tokens)
+        return _Option(num_missed, first_s + end_s, is_local, d.worker_id, p, kind, d.own.num_present_tokens)
 
     def _place(self, option: _Option, request: RoutingRequest, *, by_session: bool, has_prefill: bool) -> Placement:
+        placement = self._placement_of(option, request, by_session=by_session, has_prefill=has_prefill)
+        return placement._replace(fetch=option.prefill.fetch)
+
+    def _placement_of(
+        self, option: _Option, request: RoutingRequest, *, by_session: bool, has_prefill: bool
+    ) -> Placement:
         p, kind = option.prefill, PlacementKind.SESSION if by_session else option.kind
         cached = f", {p.num_cached_tokens} of {request.work.num_prompt_tokens} cached" if p.num_cached_tokens else ""
         session = ", where its session is" if by_session else ""
@@ -291,16 +305,23 @@ class Predicted(Policy):
             return local(p.worker_id, why, p.num_cached_tokens, kind)
         return local(p.worker_id, when, p.num_cached_tokens, kind)
 
-    def _weigh_prefill(self, worker: Candidate, request: RoutingRequest, time_share: float = 1.0) -> _Prefill:
-        """`time_share`: share of the worker's time that prompts get."""
+    def _weigh_prefill(
+        self, worker: Candidate, request: RoutingRequest, holders: Sequence[Candidate], time_share: float = 1.0
+    ) -> _Prefill:
+        """`time_share`: share of the worker's time that prompts get. `holders`: of what it may fetch."""
         cost, num_tokens = self._cost_of(worker), request.work.num_prompt_tokens
         cached = min(worker.num_cached_tokens(request.prompt), num_tokens - 1) if request.uses_cache else 0
         load = self._loads[worker.worker_id]
-        wait_s = cost.of(load.prompts) / time_share if load.num_prompts else 0.0
+        begin_s = wait_s = cost.of(load.prompts) / time_share if load.num_prompts else 0.0
+        fetch, present = self.fetch(request, Work(num_tokens, cost, wait_s, time_share), worker, holders), cached
+        if fetch is not None:
+            cached, begin_s = fetch.num_useful, max(wait_s, fetch.seconds)
         own_s = cost.of_prompt(num_tokens - cached, cached)
-        return _Prefill(wait_s + own_s / time_share, worker.worker_id, wait_s, own_s, cached)
+        return _Prefill(begin_s + own_s / time_share, worker.worker_id, wait_s, own_s, cached, present, fetch)
 
-    def _weigh_decode(self, worker: Candidate, request: RoutingRequest, num_tokens: float) -> _Decode:
+    def _weigh_decode(
+        self, worker: Candidate, request: RoutingRequest, num_tokens: float, holders: Sequence[Candidate]
+    ) -> _Decode:
         cost, work, load = self._cost_of(worker), request.work, self._loads[worker.worker_id]
         step_s = cost.of_sequences(
             load.sequences.num_sequences + work.num_sequences,
@@ -311,8 +332,8 @@ class Predicted(Policy):
         room_s = 0.0
         if num_missing > 0 and load.num_tokens:
             room_s = min(1.0, num_missing / load.num_tokens) * num_tokens * step_s
-        own = self._weigh_prefill(worker, request, self._time_share(cost, load))
-        num_handed = work.num_prompt_tokens - own.num_cached_tokens
+        own = self._weigh_prefill(worker, request, holders, self._time_share(cost, load))
+        num_handed = work.num_prompt_tokens - own.num_present_tokens
         handoff_s = num_handed * self._handoff_s / self._handoff_tokens if self._handoff_tokens else 0.0
         # Sequences that decode here, and prompts queued here; prompts that other workers compute may take longer.
         end_s, num_others = room_s + num_tokens * step_s, load.decoding.num_sequences + load.num_prompts
