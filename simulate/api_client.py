@@ -14,7 +14,7 @@ from cluster.errors import Aborted, BatonError, NotFound, Unavailable
 from cluster.lifecycle import RequestState
 from cluster.pb import generation_pb2
 from simulate.client import RequestOutcome, SimRequest
-from simulate.model import END_TOKEN, VOCAB, seed_of
+from simulate.model import END_TOKEN, seed_of
 from simulate.router import RouterLost, SimulatedRouter
 from simulate.virtual_loop import VirtualLoop
 
@@ -125,7 +125,7 @@ class ApiClient:
             spec.resume.next_token_indexes.extend(len(told.token_ids) for told in self.outcome.told)
             return spec
         num_output = request.num_output_tokens
-        spec.token_ids.ids.extend(request.shape.prompt(VOCAB, self._seed, number))
+        spec.token_ids.ids.extend(request.prompt(self._seed, number))
         spec.sampling.temperature, spec.sampling.n = 1.0, request.n
         spec.sampling.seed = seed_of(number, num_output)
         spec.stopping.max_output_tokens = request.max_output_tokens or num_output

@@ -54,6 +54,18 @@ class SimRequest:
     """It shares no KV with other requests."""
     returns_after_s: float | None = None
     """A client that has left, and may resume, comes back so long after that; None: it does not."""
+    turn_before: SimRequest | None = None
+    """The turn of the same conversation with whose prompt and output its own prompt begins. The prompts of both are
+    named by their blocks."""
+
+    def prompt(self, seed: int, number: int) -> list[int]:
+        """Its tokens in the run of this seed, as the request of this number."""
+        tokens, before = self.shape.prompt(VOCAB, seed, number), self.turn_before
+        if before is None:
+            return tokens
+        begun = before.prompt(seed, number)
+        begun += undisturbed(begun, before.num_output_tokens)
+        return begun + tokens[len(begun) :]
 
     @property
     def at_s(self) -> float:
@@ -159,7 +171,7 @@ class RequestOutcome:
         """Raises AssertionError unless its tokens are those of the undisturbed run, and all of them if it finished.
         `seed`: of the prompts."""
         request, number = self.request, self.number
-        prompt, num_output = request.shape.prompt(VOCAB, seed, number), request.num_output_tokens
+        prompt, num_output = request.prompt(seed, number), request.num_output_tokens
         assert self.is_complete == self.is_finished, f"request {number} was told another end than it had"
         shares_none = request.bypass_prefix_cache and self.num_attempts < 2
         assert not (shares_none and self.num_cached_tokens), f"request {number} found KV of others in a prefix cache"
@@ -234,7 +246,7 @@ async def run_client(
     clock, outcome = dispatcher.clock, RequestOutcome(number, request)
     if way is not None:
         await way()
-    live = _live(number, request, tuple(request.shape.prompt(VOCAB, seed, number)), clock(), is_streaming=True)
+    live = _live(number, request, tuple(request.prompt(seed, number)), clock(), is_streaming=True)
     if is_watched:
         live.observers.append(Witness(outcome, clock, begun_at))
     _submit(dispatcher, live, request)

@@ -19,7 +19,7 @@ from simulate.controller import ControllerSpec
 from simulate.curves import LinearCurve
 from simulate.faults import FaultPlan
 from simulate.wire import WireSpec
-from simulate.workload import SharedPrefixes, at_rate, random_shapes, uniform
+from simulate.workload import RequestShape, SharedPrefixes, at_rate, random_shapes, uniform
 from simulate.world import Cluster, ClusterSpec, RunResult, WorkerSpec
 
 POLICIES: tuple[PolicyName, ...] = ("predicted", "predicted", "least_loaded", "round_robin", "random")
@@ -53,7 +53,7 @@ class Scenario:
         if has_tiers:
             spec = _with_tiers(spec, of_tiers)
             faults = replace(faults, rates={**faults.rates, "copy failed": of_tiers.choice((0.0, 0.05))})
-        return cls(seed, spec, load, faults)
+        return cls(seed, spec, (*load, *_conversations(seed)), faults)
 
     def run(self, *, keeps_trace: bool = False) -> RunResult:
         """Raises AssertionError, Stuck, or whatever ended the run."""
@@ -145,6 +145,21 @@ def _random_quota(rng: random.Random) -> KeyQuota:
         output_tokens_per_min=rng.choice((None, 50, 300)),
         max_concurrent=rng.choice((None, 1, 3)),
     )
+
+
+def _conversations(seed: int) -> tuple[SimRequest, ...]:
+    """Turns that begin with the prompt and the answer before them, some of them while that is under way."""
+    rng, turns = random.Random(f"{seed} conversations"), list[SimRequest]()
+    for number in range(rng.randint(0, 3)):
+        before, at_s, num_prompt = None, rng.uniform(0.0, 5.0), 0
+        for turn in range(rng.randint(2, 4)):
+            num_prompt += rng.randint(10, 50) if turn else rng.randint(30, 150)
+            num_output, name = rng.randint(5, 35), 1000 + 10 * number + turn
+            shape = RequestShape(at_s, num_prompt, num_output, (name,), num_prompt)
+            before = SimRequest(shape, turn_before=before)
+            turns.append(before)
+            num_prompt, at_s = num_prompt + num_output, at_s + rng.uniform(0.3, 3.0)
+    return tuple(turns)
 
 
 def _random_load(rng: random.Random, seed: int, num_prefixes: int = 0) -> tuple[SimRequest, ...]:
