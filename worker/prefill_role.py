@@ -48,6 +48,8 @@ class PrefillRole:
         self._scheduler = PrefillScheduler(blocks)
         self._sender = Sender(blocks.groups)
         self._tasks: dict[RequestKey, PrefillTask] = {}
+        self._arriving: list[PrefillTask] = []
+        """Fetches that are reserved, of which a part is on its way to the pool."""
         self._connections: dict[str, HandoffConnection] = {}
         """Connections by epoch, until they are retired."""
 
@@ -67,7 +69,7 @@ class PrefillRole:
     @property
     def has_work(self) -> bool:
         """Whether there is a prompt to plan."""
-        return bool(self._scheduler.num_running or self._scheduler.num_waiting)
+        return bool(self._scheduler.num_running or self._scheduler.num_waiting or self._arriving)
 
     def admit(self, request: Request, connection: HandoffConnection) -> None:
         """The router gave this worker a prompt, to be handed over on the connection."""
@@ -156,6 +158,7 @@ class PrefillRole:
 
     def plan(self, budget: StepBudget, last_step: int) -> list[ScheduledSequence]:
         """Shares of the next step; prompts that start now offer what the prefix cache already has at once."""
+        self._offer_arrived()
         for sequence in self._scheduler.admit():
             key = sequence.request.key
             self._reporter.emit_phase(key, Phase.PHASE_PREFILL, sequence.num_cached_tokens)
@@ -242,12 +245,27 @@ class PrefillRole:
 
     def _begin(self, task: PrefillTask) -> None:
         if task.sequence is not None:  # a fetch, of which everything is here
-            key = task.request.key
-            self._carry_out(self._sender.computed(key, task.sequence.num_tokens, task.last_step))
-            self._carry_out(self._sender.commit(key, []))
+            self._arriving.append(task)
+            self._offer_arrived()
             return
         task.sequence = Sequence.root(task.request, next(self._arrivals))
         self._scheduler.add(task.sequence)
+
+    def _offer_arrived(self) -> None:
+        """Offers the prefixes that are in the pool by now; one of which a part was lost on its way there fails."""
+        for task in list(self._arriving):
+            key, sequence = task.request.key, task.sequence
+            assert sequence is not None
+            have_arrived = self._blocks.have_arrived(sequence.block_table)
+            if have_arrived is not None:
+                self._arriving.remove(task)
+            if have_arrived:
+                self._carry_out(self._sender.computed(key, sequence.num_tokens, task.last_step))
+                self._carry_out(self._sender.commit(key, []))
+            elif have_arrived is not None:
+                why = "a part of the prefix was lost on its way to the pool"
+                self._reporter.emit_failure(key, worker_pb2.Failed.REASON_CAPACITY, why)
+                self._carry_out(self._sender.abort(key, why))
 
     def _fail(self, action: Fail) -> None:
         task = self._tasks.get(action.key)
@@ -270,6 +288,7 @@ class PrefillRole:
 
     def _release(self, key: RequestKey) -> None:
         task = self._tasks.pop(key)
+        self._arriving = [other for other in self._arriving if other is not task]
         if task.sequence is not None:
             self._scheduler.remove(task.sequence)
             release_blocks(task.sequence, self._blocks)

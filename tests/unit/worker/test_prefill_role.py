@@ -14,6 +14,7 @@ import pytest
 from cluster.lifecycle import RequestKey
 from cluster.pb import handoff_pb2, worker_pb2
 from engine.kv.block_manager import BlockManager
+from engine.kv.tiered_blocks import TieredBlocks
 from engine.sampling.params import SampledToken, SamplingParams
 from engine.sequence import Request, Sequence
 from engine.step_budget import StepBudget
@@ -60,7 +61,7 @@ class Surroundings(Reporter):
         self.told: list[handoff_pb2.SenderMessage] = []
         self.tokens: list[tuple[int, int, int]] = []
         """Sequence, id and position of each that was told."""
-        self.blocks = BlockManager(16, 4)
+        self.blocks: BlockManager = BlockManager(16, 4)
         self.role = PrefillRole(self, self.blocks)
         self.connection: Any = Connection(self)
         self.gather_done: Callable[[Chunk], None] = lambda chunk: None
@@ -340,3 +341,26 @@ def test_a_fetch_that_is_given_up_lets_go_of_what_it_claimed(give_up: Callable[[
     fetch(around)
     give_up(around)
     assert around.blocks.num_held == 0 and around.blocks.num_cached == 3 and around.num_requests == 0
+
+
+def test_a_fetch_of_what_is_in_host_memory_waits_for_it_and_fails_if_that_is_lost() -> None:
+    for error in ("", "torn"):
+        around = Surroundings()
+        blocks = around.blocks = TieredBlocks(8, 4, num_slots=8, num_ahead=8)
+        around.role = PrefillRole(around, blocks)
+        cached(around, 12)
+        for move in blocks.take_moves():
+            blocks.moved(move)
+        blocks.release(blocks.allocate(8))
+        fetch(around)
+        reserved(around)
+        assert around.role.has_work and not around.gathers and around.role.plan(StepBudget(8), 7) == []
+        (move,) = (move for move in blocks.take_moves() if move.is_load)
+        blocks.moved(move, error)
+        around.role.plan(StepBudget(8), 7)
+        assert not around.role.has_work and bool(around.gathers) == (not error)
+        assert [event.failed.reason for event in around.heard] == ([worker_pb2.Failed.REASON_CAPACITY] if error else [])
+        around.gathered()
+        if error:
+            aborted_by_peer(around)
+        assert blocks.num_held == 0 and around.num_requests == 0
