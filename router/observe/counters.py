@@ -88,8 +88,8 @@ FETCHES = Metric(
     "baton_prefix_fetches_total",
     "counter",
     "Prefixes that a worker was to have from another one before a prompt, by what became of it. late: it took too "
-    "long; no_room: the worker had no blocks to spare; evicted: the other one did not have it any more; worker_lost; failed: "
-    "the transfer; cancelled: the requests that waited for it had ended. But for done, the prompt was computed.",
+    "long; no_room: the worker had no blocks to spare; evicted: the other one did not have it any more; worker_lost; "
+    "failed: the transfer; cancelled: the requests for it had ended. But for done, the prompt was computed.",
     (("result", ("done", "late", "no_room", "evicted", "worker_lost", "failed", "cancelled")),),
 )
 FETCHED_TOKENS = Metric(

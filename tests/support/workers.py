@@ -92,6 +92,9 @@ class Output:
     finished: dict[int, int] = field(default_factory=dict)
     phases: list[int] = field(default_factory=list)
     failed: worker_pb2.Failed | None = None
+    fetched: worker_pb2.Fetched | None = None
+    num_cached_tokens: int | None = None
+    """Prompt tokens that the worker found in its prefix cache; None: it has not told."""
 
     def sequence(self, index: int = 0) -> list[int]:
         told = self.tokens[index]
@@ -192,7 +195,12 @@ class Worker:
             case "stats":
                 self.stats = event.stats
             case "phase":
-                self.outputs[RequestKey.of(event.phase.key)].phases.append(event.phase.phase)
+                output = self.outputs[RequestKey.of(event.phase.key)]
+                output.phases.append(event.phase.phase)
+                if event.phase.phase == generation_pb2.Heartbeat.PHASE_PREFILL:
+                    output.num_cached_tokens = event.phase.num_cached_tokens
+            case "fetched":
+                self.outputs[RequestKey.of(event.fetched.key)].fetched = event.fetched
             case "failed":
                 self.outputs[RequestKey.of(event.failed.key)].failed = event.failed
             case "prompt_logprobs":
@@ -242,6 +250,16 @@ def hand_off(
     common = {"key": key.to_proto(), "prompt_token_ids": prompt, "sampling": how, **more}
     decode.send(admit=worker_pb2.Admit(role=worker_pb2.ROLE_DECODE, expect_handoff=True, **common))
     prefill.send(admit=worker_pb2.Admit(role=worker_pb2.ROLE_PREFILL, decode_peer=decode.peer(), **common))
+    return key
+
+
+def fetch(name: str, prefix: list[int], holder: Worker, target: Worker) -> RequestKey:
+    """Has a worker fetch a prefix from another one, as the router does."""
+    key = RequestKey(name, 1)
+    common = {"key": key.to_proto(), "prompt_token_ids": prefix, "prefix_only": True}
+    common["sampling"] = sampling(max_output_tokens=1)
+    holder.send(admit=worker_pb2.Admit(role=worker_pb2.ROLE_PREFILL, decode_peer=target.peer(), **common))
+    target.send(admit=worker_pb2.Admit(role=worker_pb2.ROLE_DECODE, expect_handoff=True, **common))
     return key
 
 

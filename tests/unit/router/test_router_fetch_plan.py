@@ -1,4 +1,4 @@
-"""When the beginning of a prompt is fetched, and from whom: decisions about workers whose caches and costs are given."""
+"""When the beginning of a prompt is fetched, and from whom, for workers whose caches and costs are given."""
 
 from __future__ import annotations
 
