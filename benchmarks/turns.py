@@ -1,14 +1,20 @@
 """How much of a turn's tokens the next turn's prompt begins with, and how many of them prefix caches held.
 
     python -m benchmarks.turns --conversations 4 --turns 8 --output 48 --json
+    python -m benchmarks.turns --set engine.timed_steps.fixed_s=0.015 --set engine.timed_steps.prompt_token_s=0.0002
 
 Conversations with the bundled model, one turn after the other: chats over gRPC, whose client sends the whole of it each
-time, and responses over HTTP, of which each names the one before. Three clusters: one worker for all, a prefill and a
-decode worker by their predicted ends, and with each prompt handed over. For each:
+time, and responses over HTTP, of which each names the one before. Clusters: one worker for all; a prefill and a decode
+worker by their predicted ends; and with each prompt handed over, where the prefill worker fetches nothing, what it is
+quicker to fetch than to compute, or all that the decode worker has. All run at once and have the same conversations,
+one after another. For each:
 
     begins     tokens of a turn, prompt and answer, with which the next prompt begins; that is read from its logprobs
+               (which timed steps do not have: 0)
     cached     tokens of a turn that were cached where the next prompt was computed
-    responses  the same of responses
+    fetched    part of those that its worker fetched for it
+    first_ms   milliseconds to the first token, median of all turns but the first
+    responses  tokens of a turn that were cached, of responses
 """
 
 from __future__ import annotations
@@ -18,13 +24,14 @@ import contextlib
 import json
 import os
 import random
+import statistics
 import sys
 import tempfile
 import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.plain_cluster import ROOT, Program, beside_others, running_workers, wait_until_serving
 from cluster import rpc
@@ -38,7 +45,9 @@ from tools.client import make_spec
 CLUSTERS: Mapping[str, Mapping[str, Any]] = {
     "colocated": {"roles.prefill.devices": 0, "roles.prefill.min_workers": 0},
     "predicted": {},
-    "handed over": {"router.policy": "least_loaded"},
+    "handed over": {"router.policy": "least_loaded", "router.prefix_fetch": "off"},
+    "fetched where quicker": {"router.policy": "least_loaded", "router.prefix_fetch": "auto"},
+    "fetched": {"router.policy": "least_loaded", "router.prefix_fetch": "always"},
 }
 _WORDS = (
     "good",
@@ -81,28 +90,46 @@ def said(draw: random.Random) -> str:
     return " ".join(draw.choices(_WORDS, k=draw.randint(4, 12))).capitalize() + "."
 
 
-def chat(stub: Any, args: argparse.Namespace, draw: random.Random) -> list[tuple[int, int, int]]:
-    """For each turn but the first: tokens of the turn before, those that its prompt begins with, those cached."""
+class Turn(NamedTuple):
+    """A turn of a chat but the first."""
+
+    num_before: int
+    """Tokens of the turn before it."""
+    num_same: int
+    num_cached: int
+    num_fetched: int
+    first_s: float
+
+
+def chat(stub: Any, args: argparse.Namespace, draw: random.Random) -> list[Turn]:
     messages: list[dict[str, str]] = []
     asked, answers = [], []
     for _ in range(args.turns):
         messages.append({"role": "user", "content": said(draw)})
         asked.append(list(messages))
         spec = make_spec(messages, max_output_tokens=args.output, seed=draw.getrandbits(32), token_ids=True)
+        spec.output.include_timing = True
         spec.sampling.temperature, spec.sampling.top_p = args.temperature, 1.0
         answers.append(stub.Generate(pb.GenerateRequest(spec=spec)))
         messages.append({"role": "assistant", "content": "".join(delta.text for delta in answers[-1].outputs)})
-    found, known = [], list[int]()
+    found, known, num_before = [], list[int](), 0
     for turn, answer in zip(asked, answers, strict=True):  # afterwards, as this leaves prompts in caches
-        probe = make_spec(turn, max_output_tokens=1, prompt_logprobs=0)
-        events = stub.GenerateStream(pb.GenerateStreamRequest(spec=probe))
-        prompt = [each.token_id for event in events for each in event.started.prompt_logprobs]
-        if known:
+        prompt = [] if args.is_timed else tokens_of(stub, turn)
+        if num_before:
             pairs = enumerate(zip(known, prompt, strict=False))
             num_same = next((n for n, (was, now) in pairs if was != now), min(len(known), len(prompt)))
-            found.append((len(known), num_same, answer.usage.cached_tokens))
+            first_s, num_cached = answer.timing.time_to_first_token.ToNanoseconds() / 1e9, answer.usage.cached_tokens
+            found.append(Turn(num_before, num_same, num_cached, answer.timing.fetched_tokens, first_s))
         known = [*prompt, *(token for delta in answer.outputs for token in delta.token_ids)]
+        num_before = answer.usage.prompt_tokens + answer.usage.completion_tokens
     return found
+
+
+def tokens_of(stub: Any, turn: list[dict[str, str]]) -> list[int]:
+    """The prompt of a turn, read from its logprobs."""
+    probe = make_spec(turn, max_output_tokens=1, prompt_logprobs=0)
+    events = stub.GenerateStream(pb.GenerateStreamRequest(spec=probe))
+    return [each.token_id for event in events for each in event.started.prompt_logprobs]
 
 
 def responses(address: str, args: argparse.Namespace, draw: random.Random) -> list[tuple[int, int]]:
@@ -124,20 +151,40 @@ def responses(address: str, args: argparse.Namespace, draw: random.Random) -> li
     return found
 
 
-def measure(values: Mapping[str, Any], args: argparse.Namespace) -> dict[str, float]:
-    draw = random.Random(args.seed)
-    with serving(values) as (address, http_address), rpc.create_blocking_channel(address) as channel:
-        stub = generation_pb2_grpc.GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
-        chats = [t for _ in range(args.conversations) for t in chat(stub, args, draw)]
-        kept = [t for _ in range(args.conversations) for t in responses(http_address, args, draw)]
-    num_tokens = sum(turn[0] for turn in chats)
+def measure(clusters: Mapping[str, Mapping[str, Any]], args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    chats: dict[str, list[Turn]] = {name: [] for name in clusters}
+    kept: dict[str, list[tuple[int, int]]] = {name: [] for name in clusters}
+    with contextlib.ExitStack() as ends:
+        at = {}
+        for name, values in clusters.items():
+            address, http_address = ends.enter_context(serving({**values, **dict(args.set)}))
+            channel = ends.enter_context(rpc.create_blocking_channel(address))
+            at[name] = generation_pb2_grpc.GenerationServiceStub(channel), http_address  # type: ignore[no-untyped-call]
+        for number in range(args.conversations):
+            for name, (stub, http_address) in at.items():
+                draw = random.Random(f"{args.seed} {number}")
+                chats[name] += chat(stub, args, draw)
+                kept[name] += responses(http_address, args, draw)
+    return {name: summary(chats[name], kept[name]) for name in clusters}
+
+
+def summary(chats: list[Turn], kept: list[tuple[int, int]]) -> dict[str, float]:
+    num_tokens = sum(turn.num_before for turn in chats)
     return {
         "turns": len(chats),
         "tokens": num_tokens,
-        "begins": round(sum(turn[1] for turn in chats) / num_tokens, 4),
-        "cached": round(sum(turn[2] for turn in chats) / num_tokens, 4),
+        "begins": round(sum(turn.num_same for turn in chats) / num_tokens, 4),
+        "cached": round(sum(turn.num_cached for turn in chats) / num_tokens, 4),
+        "fetched": round(sum(turn.num_fetched for turn in chats) / num_tokens, 4),
+        "first_ms": round(1000 * statistics.median(turn.first_s for turn in chats), 2),
         "responses": round(sum(turn[1] for turn in kept) / sum(turn[0] for turn in kept), 4),
     }
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """KEY=VALUE of cluster.yaml."""
+    key, _, value = text.partition("=")
+    return key, json.loads(value)
 
 
 def main() -> int:
@@ -147,15 +194,17 @@ def main() -> int:
     parser.add_argument("--output", type=int, default=48, help="most tokens of an answer")
     parser.add_argument("--temperature", type=float, default=1.5, help="a high one spells words in unusual tokens")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", choices=CLUSTERS)
+    parser.add_argument("--only", choices=CLUSTERS, action="append", help="may be given several times")
+    parser.add_argument("--set", type=setting, action="append", default=[], metavar="KEY=VALUE", help="of all clusters")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    found = {name: measure(values, args) for name, values in CLUSTERS.items() if args.only in (None, name)}
+    args.is_timed = any(key.startswith("engine.timed_steps.") for key, _ in args.set)
+    found = measure({name: values for name, values in CLUSTERS.items() if name in (args.only or CLUSTERS)}, args)
     if args.json:
         print(json.dumps(found))
     else:
         for name, numbers in found.items():
-            print(f"{name:12}", "  ".join(f"{key} {value}" for key, value in numbers.items()))
+            print(f"{name:21}", "  ".join(f"{key} {value}" for key, value in numbers.items()))
     return 0
 
 

@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass, replace
 
 from cluster.api_keys import KeyQuota
-from cluster.config.choices import PolicyName
+from cluster.config.choices import PolicyName, PrefixFetchName
 from cluster.config.schema import AutoSection, RouterSection, TransferSection
 from cluster.step_cost import StepCost
 from router.queue.quota import UNLIMITED
@@ -23,6 +23,7 @@ from simulate.workload import RequestShape, SharedPrefixes, at_rate, random_shap
 from simulate.world import Cluster, ClusterSpec, RunResult, WorkerSpec
 
 POLICIES: tuple[PolicyName, ...] = ("predicted", "predicted", "least_loaded", "round_robin", "random")
+FETCHES: tuple[PrefixFetchName, ...] = ("auto", "always", "always")
 LIMIT_S = 600.0
 """Virtual seconds by which every request has ended."""
 FAULTS_UNTIL_S = 12.0
@@ -41,7 +42,7 @@ class Scenario:
     def of(cls, seed: int) -> Scenario:
         rng = random.Random(f"scenario {seed}")
         spec = _random_spec(rng)
-        fetch = random.Random(f"scenario {seed} fetches").choice(("auto", "always", "always"))
+        fetch = random.Random(f"scenario {seed} fetches").choice(FETCHES)
         spec = replace(spec, router=replace(spec.router, prefix_fetch=fetch))
         names = [worker.worker_id for worker in spec.workers]
         faults = FaultPlan.random(
