@@ -11,7 +11,6 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from cluster.step_cost import NO_STEP, StepSize
-from router.routing.fetch_plan import Fetch
 
 
 class RequestLoad(NamedTuple):
@@ -50,6 +49,31 @@ class PlacementKind(StrEnum):
     """An earlier attempt failed."""
     MOVED = "moved"
     """The request moved here from another decode worker."""
+
+
+class Fetch(NamedTuple):
+    """The beginning of a prompt that one worker is to have from another."""
+
+    holder_id: str
+    num_tokens: int
+    """Tokens from the first on that the holder has."""
+    num_useful: int
+    """Those of them that fill blocks of the target."""
+    seconds: float
+    """Prediction."""
+    limit_s: float
+    """It is given up after that."""
+
+
+class FetchedPrefix(NamedTuple):
+    """What a worker has of a prefix after a fetch; both 0: it failed."""
+
+    num_tokens: int = 0
+    num_before: int = 0
+    """Tokens that it had before."""
+
+
+NOT_FETCHED = FetchedPrefix()
 
 
 class Placement(NamedTuple):

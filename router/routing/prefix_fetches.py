@@ -13,12 +13,13 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from cluster.lifecycle import RequestKey
 from cluster.pb import worker_pb2
 from router.observe.counters import Counters
-from router.routing.fetch_plan import Fetch, FetchTimes
+from router.routing.fetch_times import FetchTimes
+from router.routing.load_tracker import NOT_FETCHED, Fetch, FetchedPrefix
 from router.routing.prefix_index import PromptHashes
 from router.routing.worker_client import WorkerClient
 
@@ -30,16 +31,7 @@ LEAST_SHARE = 0.5
 """A request waits for a fetch that is under way if that brings so much of what its own would."""
 
 
-class Fetched(NamedTuple):
-    """What a worker has of a prefix after a fetch; both 0: it failed."""
-
-    num_tokens: int = 0
-    num_before: int = 0
-    """Tokens that it had before."""
-
-
-NOTHING = Fetched()
-OnOver = Callable[[Fetched], None]
+OnOver = Callable[[FetchedPrefix], None]
 
 
 @dataclass(eq=False)
@@ -123,7 +115,7 @@ class PrefixFetches:
         if under_way is None:
             return False
         if kind == "fetched":
-            self._end(key, "done", fetched=Fetched(message.num_tokens, message.num_cached_tokens))
+            self._end(key, "done", fetched=FetchedPrefix(message.num_tokens, message.num_cached_tokens))
         elif message.reason == worker_pb2.Failed.REASON_CAPACITY:
             self._end(key, "no_room" if worker is under_way.target else "evicted", message.message, by=worker)
         else:
@@ -143,7 +135,13 @@ class PrefixFetches:
                 yield other
 
     def _end(
-        self, key: RequestKey, result: str, why: str = "", *, fetched: Fetched = NOTHING, by: WorkerClient | None = None
+        self,
+        key: RequestKey,
+        result: str,
+        why: str = "",
+        *,
+        fetched: FetchedPrefix = NOT_FETCHED,
+        by: WorkerClient | None = None,
     ) -> None:
         """Has those that wait go on. `by`: the worker that holds nothing of it any more."""
         under_way, now = self._under_way.pop(key), self._clock()

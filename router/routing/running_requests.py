@@ -15,10 +15,11 @@ from cluster.lifecycle import RequestKey
 from cluster.pb import worker_pb2
 from router.observe.counters import Counters
 from router.queue.admission import Admission
+from router.routing.fetch_plan import with_fetch
 from router.routing.fleet import PREFILL, Fleet
-from router.routing.load_tracker import Charge, Placement
+from router.routing.load_tracker import Charge, FetchedPrefix, Placement
 from router.routing.policies.interface import Candidates, Policy, RoutingRequest
-from router.routing.prefix_fetches import Fetched, PrefixFetches
+from router.routing.prefix_fetches import PrefixFetches
 from router.routing.retry import AttemptFailure, alone, moved, next_placement, stood_in
 from router.routing.worker_client import WorkerClient
 from router.stream.request import Attempt, LiveRequest
@@ -156,7 +157,7 @@ class RunningRequests:
         begun = time.perf_counter()
         placement = self._policy.choose(request, prefill, decode)
         if not self._policy.weighs_fetches:
-            placement = self._policy.with_fetch(placement, request, prefill, decode)
+            placement = with_fetch(self._policy.context, placement, request, prefill, decode)
         self._on_decision(time.perf_counter() - begun)
         return placement
 
@@ -189,7 +190,7 @@ class RunningRequests:
             holder, target, on_over = self._fleet[fetch.holder_id], workers[0], partial(self._on_fetched, live, attempt)
             self.fetches.begin(attempt, key, fetch, holder, target, live.to_place.prompt, on_over)
 
-    def _on_fetched(self, live: LiveRequest, attempt: Attempt, fetched: Fetched) -> None:
+    def _on_fetched(self, live: LiveRequest, attempt: Attempt, fetched: FetchedPrefix) -> None:
         """The computing worker has what it was to fetch, or goes without."""
         if self._running.get(live.key.request_id) is live and live.attempt is attempt:
             attempt.fetched, attempt.fetch_s = fetched, self._clock() - attempt.placed_at

@@ -18,9 +18,8 @@ from cluster.errors import BatonError, Cancelled, InternalError
 from cluster.lifecycle import Lifecycle, RequestKey, RequestState
 from cluster.pb import generation_pb2, worker_pb2
 from router.api.call import ANYONE, Principal, ValidatedRequest
-from router.routing.load_tracker import Charge, Placement, RequestLoad
+from router.routing.load_tracker import NOT_FETCHED, Charge, FetchedPrefix, Placement, RequestLoad
 from router.routing.policies.interface import RoutingRequest, SessionKey
-from router.routing.prefix_fetches import NOTHING, Fetched
 from router.routing.prefix_index import PromptHashes
 from router.routing.retry import RetryState
 from router.routing.worker_client import PromptTokens, WorkerClient
@@ -59,7 +58,7 @@ class Attempt:
     """None: the decode worker computes the prompt. After a move: the worker that decoded before."""
     workers: list[WorkerClient]
     """The workers that hold something for it: at first both, then the decode worker."""
-    fetched: Fetched = NOTHING
+    fetched: FetchedPrefix = NOT_FETCHED
     """What the computing worker has fetched for it."""
     fetch_s: float = 0.0
     """Seconds after its placement for which it waited for that."""
@@ -251,7 +250,7 @@ class LiveRequest:
         if event.phase == generation_pb2.Heartbeat.PHASE_PREFILL and not self.num_tokens:
             self.num_cached_tokens, fetched = (
                 event.num_cached_tokens,
-                self.attempts[-1].fetched if self.attempts else NOTHING,
+                self.attempts[-1].fetched if self.attempts else NOT_FETCHED,
             )
             self.num_fetched_tokens = max(0, min(self.num_cached_tokens, fetched.num_tokens) - fetched.num_before)
         state = _STATE_OF_PHASE.get(event.phase)

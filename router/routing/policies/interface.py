@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cluster.config.schema import RouterSection, SloSection
-from router.routing.candidate_pool import deepest, find
 from router.routing.demand import OutputLengths
-from router.routing.fetch_plan import Fetch, FetchTimes, Work, best_fetch
+from router.routing.fetch_times import FetchTimes
 from router.routing.load_tracker import LoadTracker, Placement, PlacementKind, RequestLoad
 from router.routing.prefix_index import Candidate, PromptHashes
 
@@ -88,35 +87,6 @@ class Policy(ABC):
     def few(self, request: RoutingRequest, prefill: Candidates, decode: Candidates) -> tuple[Candidates, Candidates]:
         """Returns those at which `choose` would look, for a choice in which some may not be chosen."""
         return prefill, decode
-
-    def holders(self, request: RoutingRequest, *others: Candidates) -> list[Candidate]:
-        """Returns workers from which the beginning of the prompt might be fetched."""
-        if self.context.limits.prefix_fetch == "off" or not request.uses_cache:
-            return []
-        return [holder for candidates in others for holder in deepest(candidates, request.prompt)]
-
-    def fetch(
-        self, request: RoutingRequest, work: Work, target: Candidate, holders: Sequence[Candidate]
-    ) -> Fetch | None:
-        """Returns what the worker that is to compute the prompt should have from one of the others first."""
-        if not holders:
-            return None
-        always = self.context.limits.prefix_fetch == "always"
-        times, now = self.context.fetch_times, self.context.clock()
-        return best_fetch(request.prompt, work, target, holders, times, now, always=always)
-
-    def with_fetch(
-        self, placement: Placement, request: RoutingRequest, prefill: Candidates, decode: Candidates
-    ) -> Placement:
-        """Adds to what was chosen, whatever each worker holds, what the computing worker should have first."""
-        holders, worker_id = self.holders(request, prefill, decode), placement.computing_id
-        target = find(prefill, worker_id) or find(decode, worker_id)
-        if target is None or not holders:
-            return placement
-        cost, load = target.step_cost, self.context.loads[target.worker_id]
-        wait_s = cost.of(load.prompts) if cost is not None and load.num_prompts else 0.0
-        work = Work(request.work.num_prompt_tokens, cost, wait_s)
-        return placement._replace(fetch=self.fetch(request, work, target, holders))
 
     def on_handoff(self, placement: Placement, work: RequestLoad, exposed_s: float) -> None:  # noqa: B027 (optional)
         """A hand-off is complete; it kept the client waiting `exposed_s` longer for the second token."""

@@ -29,8 +29,8 @@ from typing import NamedTuple
 from cluster.step_cost import PACE_SHARE, StepCost, usual
 from router.routing.candidate_pool import FEW, CandidatePool, Key, by_revision
 from router.routing.demand import FIRST_GUESS_TOKENS
-from router.routing.fetch_plan import Fetch, Work
-from router.routing.load_tracker import Load, Placement, PlacementKind, RequestLoad
+from router.routing.fetch_plan import Work, fetch_for, holders_of, with_fetch
+from router.routing.load_tracker import Fetch, Load, Placement, PlacementKind, RequestLoad
 from router.routing.policies.interface import (
     Candidates,
     Policy,
@@ -168,7 +168,8 @@ class Predicted(Policy):
     def choose(self, request: RoutingRequest, prefill: Candidates, decode: Candidates) -> Placement:
         mean = _mean_cost(prefill, decode)
         if mean is None:
-            return self.with_fetch(self._least_loaded.choose(request, prefill, decode), request, prefill, decode)
+            placement = self._least_loaded.choose(request, prefill, decode)
+            return with_fetch(self.context, placement, request, prefill, decode)
         self._mean = mean
         chosen, best = self._best(request, prefill, decode)
         return self._place(chosen, request, by_session=chosen != best, has_prefill=bool(prefill))
@@ -186,7 +187,7 @@ class Predicted(Policy):
                 [self._weigh_decode(d, request, num_tokens, holders) for d in decodes],
             )
             for group in by_revision(prefill, decode)
-            for holders in (self.holders(request, *group),)
+            for holders in (holders_of(self.context, request, *group),)
             for prefills, decodes in (self._few_of_each(request, *group),)
         ]
         here = [o for group in groups for o in self._local_options(request, *group)]
@@ -313,7 +314,8 @@ class Predicted(Policy):
         cached = min(worker.num_cached_tokens(request.prompt), num_tokens - 1) if request.uses_cache else 0
         load = self._loads[worker.worker_id]
         begin_s = wait_s = cost.of(load.prompts) / time_share if load.num_prompts else 0.0
-        fetch, present = self.fetch(request, Work(num_tokens, cost, wait_s, time_share), worker, holders), cached
+        work = Work(num_tokens, cost, wait_s, time_share)
+        fetch, present = fetch_for(self.context, request, work, worker, holders), cached
         if fetch is not None:
             cached, begin_s = fetch.num_useful, max(wait_s, fetch.seconds)
         own_s = cost.of_prompt(num_tokens - cached, cached)

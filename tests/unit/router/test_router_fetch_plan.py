@@ -10,7 +10,9 @@ import pytest
 from cluster.pb import worker_pb2
 from cluster.prefix_hash import prefix_hashes
 from cluster.step_cost import StepCost
-from router.routing.fetch_plan import FIRST_PAUSE_S, FORGET_S, LATE, LEAST_LIMIT_S, Fetch, FetchTimes, Work, best_fetch
+from router.routing.fetch_plan import LATE, LEAST_LIMIT_S, Work, best_fetch
+from router.routing.fetch_times import FIRST_PAUSE_S, FORGET_S, FetchTimes
+from router.routing.load_tracker import Fetch
 from router.routing.prefix_index import PrefixIndex, PromptHashes
 
 TOKENS = range(1, 1002)
