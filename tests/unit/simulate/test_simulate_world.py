@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.config.choices import PrefixFetchName
 from cluster.config.schema import RouterSection
 from cluster.lifecycle import RequestState
 from cluster.step_cost import StepCost
@@ -217,3 +218,16 @@ def test_a_report_says_what_clients_saw() -> None:
 def test_a_run_that_cannot_end_in_time_says_when_it_stood_still() -> None:
     with pytest.raises(Stuck, match=r"its limit is 1\.010 s"):
         Cluster(ClusterSpec.of_ratio(1, 1)).run(load(5, 10), limit_s=0.01)
+
+
+@pytest.mark.parametrize("how", ["off", "always"])
+def test_a_turn_fetches_the_answer_before_it_from_the_worker_that_decoded_it(how: PrefixFetchName) -> None:
+    router = RouterSection(http_port=None, policy="least_loaded", prefix_fetch=how)
+    first = SimRequest(RequestShape(0.0, 200, 61, (1,), 200))
+    second = SimRequest(RequestShape(5.0, 300, 20, (2,), 300), turn_before=first)
+    cluster = Cluster(ClusterSpec.of_ratio(1, 1, router=router))
+    result = cluster.run([first, second])
+    (dispatcher,) = cluster.dispatchers
+    assert all(outcome.is_finished for outcome in result.outcomes)
+    num_cached, fetches = result.outcomes[1].num_cached_tokens, dict(dispatcher.counters.fetches)
+    assert (num_cached, fetches) == ((192, {}) if how == "off" else (256, {"done": 1}))
