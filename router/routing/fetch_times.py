@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Time for which nothing is fetched between two workers after a failure; twice as long after each that follows."""
 FORGET_S = 60.0
 """What fetches took longer ago says nothing of the next."""
@@ -49,7 +49,7 @@ class _Pair:
     line: _Line = field(default_factory=_Line)
     last_at: float = 0.0
     is_open: bool = False
-    """A fetch has come to its end: the connection is there."""
+    """A fetch has ended, in whatever way: by the next one the connection should be there."""
     paused_until: float = 0.0
     pause_s: float = 0.0
 
@@ -101,7 +101,7 @@ class FetchTimes:
         """Nothing is fetched between the two for a while."""
         pair = self._pair(holder_id, target_id)
         pair.pause_s = min(LONGEST_PAUSE_S, 2 * pair.pause_s) if pair.pause_s else FIRST_PAUSE_S
-        pair.paused_until = now + pair.pause_s
+        pair.paused_until, pair.is_open = now + pair.pause_s, True
 
     def on_worker_lost(self, worker_id: str) -> None:
         """Its connections are gone."""

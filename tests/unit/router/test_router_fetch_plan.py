@@ -143,6 +143,13 @@ def test_a_pair_that_failed_rests_longer_each_time_until_one_goes_well() -> None
     assert times.may_try("d", "p", 100.0)
 
 
+def test_a_first_one_that_failed_has_opened_the_connection_for_the_next() -> None:
+    times = FetchTimes()
+    times.failed("d", "p", 0.0)
+    times.took("d", "p", 800, 0.02, 10.0)
+    assert times.predicted("d", "p", 800, 10.0) == pytest.approx(0.02)
+
+
 def test_always_needs_no_cost_and_looks_at_no_time() -> None:
     slow = times_of((800, 9.0))
     assert plan(Worker("p"), HOLDER, times=slow) is None
