@@ -186,8 +186,9 @@ def describe_timing(transcript: Transcript) -> str:
     num_decoded = max((sequence.num_tokens for sequence in transcript.sequences), default=1) - 1
     each = f" ({ms['decode_ms'] / num_decoded:.2f} ms a token)" if num_decoded > 0 else ""
     moved = f", moved {timing.migrations} times" if timing.migrations else ""
+    fetched = f", {timing.fetched_tokens} of them fetched" if timing.fetched_tokens else ""
     return (
-        f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), {usage.completion_tokens} new; "
+        f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached{fetched}), {usage.completion_tokens} new; "
         f"first token {ms['time_to_first_token_ms']:.1f} ms "
         f"(queue {ms['queue_ms']:.1f}, prefill {ms['prefill_ms']:.1f}), hand-off {ms['kv_transfer_ms']:.1f} ms, "
         f"decode {ms['decode_ms']:.1f} ms{each}; {timing.placement or 'placement unknown'}{moved}"

@@ -30,6 +30,13 @@ LONGEST_S = 10.0
 """Every fetch is given up after that."""
 
 
+class Holding(NamedTuple):
+    """A worker that holds the beginning of a prompt."""
+
+    holder: Candidate
+    num_tokens: int
+
+
 class Work(NamedTuple):
     """A prompt on one worker, as far as that is known."""
 
@@ -51,7 +58,7 @@ def best_fetch(
     prompt: PromptHashes,
     work: Work,
     target: Candidate,
-    holders: Iterable[Candidate],
+    holders: Iterable[Holding],
     times: FetchTimes,
     now: float,
     *,
@@ -63,10 +70,10 @@ def best_fetch(
     if index is None or not target.prefix_format or (work.cost is None and not always):
         return None
     num_present = min(target.num_cached_tokens(prompt), work.num_tokens - 1)
-    for holder in holders:
+    for holder, num_held in holders:
         if holder is target or _format_of(holder) != _format_of(target):
             continue
-        num_tokens = min(holder.num_cached_tokens(prompt), work.num_tokens - 1)
+        num_tokens = min(num_held, work.num_tokens - 1)
         num_useful = num_tokens // index.block_size * index.block_size
         if num_useful - num_present < index.block_size or not times.may_try(holder.worker_id, target.worker_id, now):
             continue
@@ -88,15 +95,17 @@ def _format_of(candidate: Candidate) -> tuple[str, str]:
     return candidate.prefix_format, candidate.weights_revision
 
 
-def holders_of(context: RoutingContext, request: RoutingRequest, *others: Candidates) -> list[Candidate]:
+def holders_of(context: RoutingContext, request: RoutingRequest, *others: Candidates) -> list[Holding]:
     """Returns workers from which the beginning of a prompt might be fetched."""
     if context.limits.prefix_fetch == "off" or not request.uses_cache:
         return []
-    return [holder for candidates in others for holder in deepest(candidates, request.prompt)]
+    prompt = request.prompt
+    found = (Holding(w, w.num_cached_tokens(prompt)) for workers in others for w in deepest(workers, prompt))
+    return [holding for holding in found if holding.num_tokens]
 
 
 def fetch_for(
-    context: RoutingContext, request: RoutingRequest, work: Work, target: Candidate, holders: Sequence[Candidate]
+    context: RoutingContext, request: RoutingRequest, work: Work, target: Candidate, holders: Sequence[Holding]
 ) -> Fetch | None:
     """Returns what the worker that is to compute a prompt should have from one of the holders first."""
     if not holders:

@@ -29,7 +29,7 @@ from typing import NamedTuple
 from cluster.step_cost import PACE_SHARE, StepCost, usual
 from router.routing.candidate_pool import FEW, CandidatePool, Key, by_revision
 from router.routing.demand import FIRST_GUESS_TOKENS
-from router.routing.fetch_plan import Work, fetch_for, holders_of, with_fetch
+from router.routing.fetch_plan import Holding, Work, fetch_for, holders_of, with_fetch
 from router.routing.load_tracker import Fetch, Load, Placement, PlacementKind, RequestLoad
 from router.routing.policies.interface import (
     Candidates,
@@ -307,7 +307,7 @@ class Predicted(Policy):
         return local(p.worker_id, when, p.num_cached_tokens, kind)
 
     def _weigh_prefill(
-        self, worker: Candidate, request: RoutingRequest, holders: Sequence[Candidate], time_share: float = 1.0
+        self, worker: Candidate, request: RoutingRequest, holders: Sequence[Holding], time_share: float = 1.0
     ) -> _Prefill:
         """`time_share`: share of the worker's time that prompts get. `holders`: of what it may fetch."""
         cost, num_tokens = self._cost_of(worker), request.work.num_prompt_tokens
@@ -322,7 +322,7 @@ class Predicted(Policy):
         return _Prefill(begin_s + own_s / time_share, worker.worker_id, wait_s, own_s, cached, present, fetch)
 
     def _weigh_decode(
-        self, worker: Candidate, request: RoutingRequest, num_tokens: float, holders: Sequence[Candidate]
+        self, worker: Candidate, request: RoutingRequest, num_tokens: float, holders: Sequence[Holding]
     ) -> _Decode:
         cost, work, load = self._cost_of(worker), request.work, self._loads[worker.worker_id]
         step_s = cost.of_sequences(

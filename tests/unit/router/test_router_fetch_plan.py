@@ -10,7 +10,7 @@ import pytest
 from cluster.pb import worker_pb2
 from cluster.prefix_hash import prefix_hashes
 from cluster.step_cost import StepCost
-from router.routing.fetch_plan import LATE, LEAST_LIMIT_S, Work, best_fetch
+from router.routing.fetch_plan import LATE, LEAST_LIMIT_S, Holding, Work, best_fetch
 from router.routing.fetch_times import FIRST_PAUSE_S, FORGET_S, FetchTimes
 from router.routing.load_tracker import Fetch
 from router.routing.prefix_index import PrefixIndex, PromptHashes
@@ -58,7 +58,8 @@ def times_of(*samples: tuple[int, float], pair: tuple[str, str] = ("d", "p")) ->
 
 
 def plan(target: Worker, *holders: Worker, times: FetchTimes, work: Work = WORK, **how: Any) -> Fetch | None:
-    return best_fetch(PROMPT, work, target, holders, times, 0.0, **how)
+    holdings = [Holding(holder, holder.num_cached_tokens(PROMPT)) for holder in holders]
+    return best_fetch(PROMPT, work, target, holdings, times, 0.0, **how)
 
 
 def test_a_prefix_is_fetched_where_that_is_quicker_than_to_compute_it() -> None:
