@@ -14,6 +14,7 @@ import pytest
 from cluster.lifecycle import RequestKey
 from cluster.pb import handoff_pb2, worker_pb2
 from engine.kv.block_manager import BlockManager
+from engine.kv.kv_tier import MoveKind
 from engine.kv.tiered_blocks import TieredBlocks
 from engine.sampling.params import SampledToken, SamplingParams
 from engine.sequence import Request, Sequence
@@ -355,7 +356,7 @@ def test_a_fetch_of_what_is_in_host_memory_waits_for_it_and_fails_if_that_is_los
         fetch(around)
         reserved(around)
         assert around.role.has_work and not around.gathers and around.role.plan(StepBudget(8), 7) == []
-        (move,) = (move for move in blocks.take_moves() if move.is_load)
+        (move,) = (move for move in blocks.take_moves() if move.kind is MoveKind.LOAD)
         blocks.moved(move, error)
         around.role.plan(StepBudget(8), 7)
         assert not around.role.has_work and bool(around.gathers) == (not error)
