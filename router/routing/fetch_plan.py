@@ -100,8 +100,8 @@ def holders_of(context: RoutingContext, request: RoutingRequest, *others: Candid
     if context.limits.prefix_fetch == "off" or not request.uses_cache:
         return []
     prompt = request.prompt
-    found = (Holding(w, w.num_cached_tokens(prompt)) for workers in others for w in deepest(workers, prompt))
-    return [holding for holding in found if holding.num_tokens]
+    found = (w for workers in others for w in deepest(workers, prompt) if w.prefix_format)
+    return [Holding(holder, num) for holder in found if (num := holder.num_cached_tokens(prompt))]
 
 
 def fetch_for(
