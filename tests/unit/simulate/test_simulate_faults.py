@@ -32,7 +32,7 @@ from simulate.worker import SimulatedWorker
 from simulate.workload import RequestShape
 from simulate.world import Cluster, ClusterSpec
 
-SEEDS = (0, 36, 39, 42, 46, 49, 53, 54, 60)
+SEEDS = (5, 7, 11, 13, 21, 52, 57)
 """Every kind of fault takes effect in one of them; `make simulate` has hundreds."""
 
 
