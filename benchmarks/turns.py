@@ -1,7 +1,7 @@
 """How much of a turn's tokens the next turn's prompt begins with, and how many of them prefix caches held.
 
     python -m benchmarks.turns --conversations 4 --turns 8 --output 48 --json
-    python -m benchmarks.turns --set engine.timed_steps.fixed_s=0.015 --set engine.timed_steps.prompt_token_s=0.0002
+    python -m benchmarks.turns --prompt-token-ms 0.2 --output 400 --only "handed over" --only fetched
 
 Conversations with the bundled model, one turn after the other: chats over gRPC, whose client sends the whole of it each
 time, and responses over HTTP, of which each names the one before. Clusters: one worker for all; a prefill and a decode
@@ -155,9 +155,10 @@ def measure(clusters: Mapping[str, Mapping[str, Any]], args: argparse.Namespace)
     chats: dict[str, list[Turn]] = {name: [] for name in clusters}
     kept: dict[str, list[tuple[int, int]]] = {name: [] for name in clusters}
     with contextlib.ExitStack() as ends:
-        at = {}
+        folder = ends.enter_context(tempfile.TemporaryDirectory(prefix="baton-turns-"))
+        at, steps = {}, timed(args.prompt_token_ms, folder) if args.is_timed else {}
         for name, values in clusters.items():
-            address, http_address = ends.enter_context(serving({**values, **dict(args.set)}))
+            address, http_address = ends.enter_context(serving({**values, **steps}))
             channel = ends.enter_context(rpc.create_blocking_channel(address))
             at[name] = generation_pb2_grpc.GenerationServiceStub(channel), http_address  # type: ignore[no-untyped-call]
         for number in range(args.conversations):
@@ -181,10 +182,12 @@ def summary(chats: list[Turn], kept: list[tuple[int, int]]) -> dict[str, float]:
     }
 
 
-def setting(text: str) -> tuple[str, Any]:
-    """KEY=VALUE of cluster.yaml."""
-    key, _, value = text.partition("=")
-    return key, json.loads(value)
+def timed(prompt_token_ms: float, folder: str) -> dict[str, Any]:
+    """Steps that compute nothing, and say the same whatever they are asked: text, whose tokens the next turn finds."""
+    script = Path(folder) / "script.yaml"
+    script.write_text(json.dumps([{"say": 6 * f"{' '.join(_WORDS).capitalize()}, and let the crown be thine. "}]))
+    keys = {"fixed_s": 0.01, "prompt_token_s": prompt_token_ms / 1000, "sequence_s": 1e-4, "script": str(script)}
+    return {f"engine.timed_steps.{key}": value for key, value in keys.items()}
 
 
 def main() -> int:
@@ -195,10 +198,10 @@ def main() -> int:
     parser.add_argument("--temperature", type=float, default=1.5, help="a high one spells words in unusual tokens")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", choices=CLUSTERS, action="append", help="may be given several times")
-    parser.add_argument("--set", type=setting, action="append", default=[], metavar="KEY=VALUE", help="of all clusters")
+    parser.add_argument("--prompt-token-ms", type=float, help="steps take that long for each of a prompt")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    args.is_timed = any(key.startswith("engine.timed_steps.") for key, _ in args.set)
+    args.is_timed = args.prompt_token_ms is not None
     found = measure({name: values for name, values in CLUSTERS.items() if name in (args.only or CLUSTERS)}, args)
     if args.json:
         print(json.dumps(found))
