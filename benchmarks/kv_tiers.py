@@ -1,0 +1,188 @@
+"""What host memory and a disk below the KV pool save: prompt tokens computed, and the time to the first token.
+
+    python -m benchmarks.kv_tiers --rounds 3 --json
+    python -m benchmarks.kv_tiers --model DIR --sessions 24 --turns 4
+
+Sessions of agents in turn, so that each comes back after all others: one of a few system prompts, a context that grows
+with each answer and each addition, one request at a time. Their contexts together are `--times` the pool of the one
+worker. The same requests go to clusters with nothing below the pool, with host memory for all, and with little host
+memory above a disk for all; then, where the pool holds everything, to one without and one with host memory. The
+clusters of a round are measured one after the other, in an order that turns. For each:
+
+    computed   prompt tokens that were computed, of all
+    cached     prompt tokens that were cached, of those that a cache without bounds would have had
+    ttft       milliseconds to the first token, of turns after the first: median and nine tenths
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.plain_cluster import ROOT, running_router, running_workers
+from cluster.config.diff import set_values
+from cluster.config.load import load_config
+from controller.plan import plan_cluster
+from engine.memory import kv_bytes_per_token
+from engine.models.folder import read_model
+from tools.client import BatonClient, make_spec
+
+BLOCK = 16
+MODEL = ROOT / "models" / "tiny-shakespeare"
+
+
+@dataclass(frozen=True)
+class Load:
+    """The requests of all sessions, and the most tokens that a cache can have of each."""
+
+    num_sessions: int
+    num_turns: int
+    first: int
+    more: int
+    output: int
+    seed: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all contexts at their end."""
+        return self.num_sessions * self.most_tokens
+
+    @property
+    def most_tokens(self) -> int:
+        """Of one context."""
+        return self.first + (self.num_turns - 1) * (self.more + self.output) + self.output
+
+
+@dataclass
+class Measured:
+    """One run of the load."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    known_tokens: int = 0
+    """Prompt tokens that the same session, or another one with its system prompt, had before."""
+    ttft_s: tuple[float, ...] = ()
+
+
+def run(client: BatonClient, load: Load, num_values: int) -> Measured:
+    """Turn by turn, each session once a turn."""
+    draw = random.Random(load.seed)
+    systems = [[draw.randrange(5, num_values) for _ in range(load.first // 2)] for _ in range(3)]
+    contexts = [list(systems[number % 3]) for number in range(load.num_sessions)]
+    measured, ttft = Measured(), []
+    for turn in range(load.num_turns):
+        for number, context in enumerate(contexts):
+            known = len(context) if turn or number >= 3 else 0
+            added = load.first - len(context) if not turn else load.more
+            context += [draw.randrange(5, num_values) for _ in range(added)]
+            spec = make_spec(context, max_output_tokens=load.output, ignore_eos=True, token_ids=True, temperature=0.0)
+            begun, first = time.perf_counter(), 0.0
+            for event in client.stream(spec):
+                if event.HasField("delta"):
+                    first = first or time.perf_counter() - begun
+                    context += event.delta.token_ids
+                if event.HasField("completed"):
+                    usage = event.completed.usage
+                    measured.prompt_tokens += usage.prompt_tokens
+                    measured.cached_tokens += usage.cached_tokens
+                    measured.known_tokens += known // BLOCK * BLOCK
+            if turn:
+                ttft.append(first)
+    measured.ttft_s = tuple(ttft)
+    return measured
+
+
+@contextmanager
+def serving(model: Path, load: Load, values: Mapping[str, Any]) -> Iterator[BatonClient]:
+    """One worker for both phases."""
+    with tempfile.TemporaryDirectory(prefix="baton-tiers-") as folder:
+        file = Path(folder) / "cluster.yaml"
+        text = (ROOT / "cluster.yaml").read_text(encoding="utf-8")
+        one = {"model.path": str(model), "roles.prefill.devices": 0, "roles.prefill.min_workers": 0}
+        file.write_text(set_values(text, one))
+        plan = plan_cluster(load_config(file), num_gpus=0, num_cores=len(os.sched_getaffinity(0)))
+        more = {"max_model_len": (-(-load.most_tokens // BLOCK) + 1) * BLOCK, "block_size": BLOCK}
+        more |= {"kv_disk_path": folder, **values}
+        (worker,) = plan.workers
+        worker = replace(worker, ranks=tuple(rank.with_values(**more) for rank in worker.ranks))
+        with (
+            running_workers([worker]) as flags,
+            running_router(replace(plan.router, workers=flags)) as address,
+            BatonClient(address) as client,
+        ):
+            yield client
+
+
+def configurations(load: Load, times: float, bytes_per_token: int) -> dict[str, dict[str, Any]]:
+    pool = max(int(load.num_tokens / times), 2 * load.most_tokens) // BLOCK * BLOCK
+    host = 2 * load.num_tokens * bytes_per_token
+    whole = 2 * load.num_tokens // BLOCK * BLOCK
+    return {
+        "device only": {"kv_cache_tokens": pool},
+        "host memory": {"kv_cache_tokens": pool, "kv_host_bytes": host},
+        "host and disk": {"kv_cache_tokens": pool, "kv_host_bytes": pool * bytes_per_token, "kv_disk_bytes": 2 * host},
+        "fits, device only": {"kv_cache_tokens": whole},
+        "fits, host memory": {"kv_cache_tokens": whole, "kv_host_bytes": host},
+    }
+
+
+def row(runs: Sequence[Measured]) -> dict[str, float]:
+    """Medians over the rounds."""
+
+    def median(of: Any) -> float:
+        return statistics.median(of(each) for each in runs)
+
+    return {
+        "computed": median(lambda m: m.prompt_tokens - m.cached_tokens),
+        "of": runs[0].prompt_tokens,
+        "cached": round(median(lambda m: m.cached_tokens / m.known_tokens), 3),
+        "ttft_p50_ms": round(median(lambda m: 1000 * statistics.median(m.ttft_s)), 1),
+        "ttft_p90_ms": round(median(lambda m: 1000 * statistics.quantiles(m.ttft_s, n=10)[-1]), 1),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=MODEL)
+    parser.add_argument("--sessions", type=int, default=16)
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--first", type=int, default=800, help="tokens of a first prompt, half of them the system's")
+    parser.add_argument("--more", type=int, default=60, help="tokens that each later turn adds")
+    parser.add_argument("--output", type=int, default=16)
+    parser.add_argument("--times", type=float, default=5.0, help="contexts of all sessions, in pools")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    load = Load(args.sessions, args.turns, args.first, args.more, args.output, args.seed)
+    config = read_model(args.model)
+    wanted = configurations(load, args.times, kv_bytes_per_token(config, 1, "float32"))
+    runs: dict[str, list[Measured]] = {name: [] for name in wanted}
+    for number in range(args.rounds):
+        names = list(wanted)
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            with serving(args.model, load, wanted[name]) as client:
+                runs[name].append(run(client, load, config.vocab_size - 5))
+            print(f"round {number + 1} of {args.rounds}: {name}", file=sys.stderr)
+    rows = {name: row(measured) for name, measured in runs.items()}
+    if args.json:
+        print(json.dumps(rows))
+        return 0
+    for name, values in rows.items():
+        print(f"{name:18}", *(f"{key} {value:g}" for key, value in values.items()), sep="  ")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
