@@ -10,7 +10,7 @@ import pytest
 from cluster_fixture import BUNDLED_MODEL
 
 from cluster.errors import InvalidRequest
-from cluster.grammar import GrammarFailed, GrammarProcesses
+from cluster.grammar import GrammarProcesses
 from cluster.pb import generation_pb2 as pb
 from router.api.call import ValidatedRequest
 from router.api.grammar import LONGEST_REGEX, MOST_CHOICES, check_bounds
@@ -41,14 +41,15 @@ def check(model: ServedModel = MODEL, stopping: Any = None, **sampling: Any) -> 
 
 
 def takes(grammar: str, text: str) -> bool:
+    """Whether an output may end behind this text."""
     process = PROCESSES.compile(grammar)
-    row = process.ask(process.new_key(), 0, TOKENIZER.encode(text, add_special_tokens=False).token_ids)
-    assert row is not None
-    try:
-        process.answer(row)
-    except GrammarFailed:
+    slot = process.begin()
+    assert slot is not None
+    process.ask(slot, 0, TOKENIZER.encode(text, add_special_tokens=False).token_ids, MODEL.eos_token_ids)
+    if process.wait(slot):
         return False
-    return row.is_accepting
+    (end,) = MODEL.eos_token_ids
+    return bool(process.mask(slot)[end // 8] >> end % 8 & 1)
 
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
