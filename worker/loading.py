@@ -313,13 +313,15 @@ def memory_line(plan: MemoryPlan) -> str:
     how = "measured" if plan.activations_are_measured else f"estimated: {plan.activations_why}"
     is_bounded = plan.decided_by == "kv_cache_tokens" and plan.num_tokens < plan.tokens_that_fit
     bounded = f", as kv_cache_tokens says; {plan.tokens_that_fit} tokens would fit" if is_bounded else ""
+    below = ""
+    if plan.num_host_blocks:
+        size = format_bytes(plan.num_host_blocks * plan.block_bytes)
+        below = f"; below it {plan.num_host_blocks} in host memory, {size}, and {plan.num_disk_blocks} on a disk"
     return (
         f"memory of each rank: weights {format_bytes(plan.weight_bytes)}, "
         f"activations {format_bytes(plan.activation_bytes)} ({how}), KV pool {format_bytes(plan.pool_bytes)}, "
         f"of {format_bytes(plan.budget_bytes)}; KV pool: {plan.num_blocks} blocks of {plan.block_size} tokens, "
-        f"{plan.kv_bytes_per_token} bytes a token{bounded}"
-        f"; {plan.num_host_blocks} more in host memory, {format_bytes(plan.num_host_blocks * plan.block_bytes)}, "
-        f"{plan.num_disk_blocks} on the disk"
+        f"{plan.kv_bytes_per_token} bytes a token{bounded}{below}"
     )
 
 

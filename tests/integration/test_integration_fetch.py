@@ -78,7 +78,7 @@ def test_both_of_two_workers_fetch_from_each_other_at_once_and_compute_the_rest(
 def test_what_was_evicted_or_has_no_room_fails_at_once_and_what_dies_leaves_what_has_landed() -> None:
     prompt = prompt_of(0, 1500)
     (expected,) = reference(prompt)
-    common = {"chunk_tokens": 16, "num_slots": 1}
+    common = {"chunk_tokens": 1, "num_slots": 1}  # slow enough to be cut off
     with running(worker("holder", "decode", **common), worker("target", "decode", **common)) as (holder, target):
         nothing = fetch("evicted", prompt_of(1), holder, target)
         holder.wait_for(lambda: holder.outputs[nothing].failed)

@@ -69,6 +69,8 @@ class Posted:
 class FakeEngine:
     """Sends and landings last until `may_end` of their pair is set, or the pair is closed."""
 
+    tier = None
+
     def __init__(self, runner: FakeRunner) -> None:
         self.runner = runner
         self.written_at: dict[str, int] = {}

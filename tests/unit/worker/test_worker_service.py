@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -199,7 +198,7 @@ def test_the_engine_thread_flushes_the_prefix_cache_and_its_answer_is_the_calls(
     served: tuple[FakeCore, WorkerService, Router],
 ) -> None:
     core, _, router = served
-    core.blocks = SimpleNamespace(flush_cache=lambda: 3)
+    core.flush_cache = lambda: 3
     control = admin_pb2_grpc.WorkerControlServiceStub(router.channel)
     call = control.FlushPrefixCache.future(admin_pb2.FlushPrefixCacheRequest(worker_id="d"), timeout=SOON_S)
     handler, arguments = core.next_callable()
@@ -210,7 +209,7 @@ def test_the_engine_thread_flushes_the_prefix_cache_and_its_answer_is_the_calls(
 
 def test_what_is_asked_of_another_worker_is_refused(served: tuple[FakeCore, WorkerService, Router]) -> None:
     core, _, router = served
-    core.blocks = SimpleNamespace(flush_cache=lambda: 3)
+    core.flush_cache = lambda: 3
     control = admin_pb2_grpc.WorkerControlServiceStub(router.channel)
     with pytest.raises(grpc.RpcError) as raised:
         control.FlushPrefixCache(admin_pb2.FlushPrefixCacheRequest(worker_id="p"), timeout=SOON_S)
@@ -227,7 +226,7 @@ def test_a_call_that_was_given_up_does_nothing_and_a_failure_is_the_callers(
         done.append(1)
         raise BlockAccountingError("the books are wrong")
 
-    core.blocks = SimpleNamespace(flush_cache=fail)
+    core.flush_cache = fail
     control = admin_pb2_grpc.WorkerControlServiceStub(router.channel)
     request = admin_pb2.FlushPrefixCacheRequest(worker_id="d")
     call = control.FlushPrefixCache.future(request, timeout=SOON_S)
