@@ -9,7 +9,7 @@ Used from one thread.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
@@ -121,14 +121,15 @@ class KvTier:
                 self._given_up.remove(slot)
                 self._free.append(slot)
 
-    def adopt(self, slot: int, key: TierKey) -> None:
-        """A free slot holds this from before; nothing, where the key is kept already."""
-        if key not in self._kept:
-            self._free.remove(slot)
-            self._kept[key] = slot
+    def adopt(self, slots: Iterable[tuple[int, TierKey]]) -> None:
+        """Keeps what free slots hold from before; of slots with the same content the first."""
+        for slot, key in slots:
+            self._kept.setdefault(key, slot)
+        adopted = set(self._kept.values())
+        self._free = [slot for slot in self._free if slot not in adopted]
 
     def drop(self, key: TierKey) -> bool:
-        """What a key names is not to be found any more; False if it was not kept."""
+        """Makes what a key names unfindable; False if it was not kept."""
         slot = self._kept.pop(key, None)
         if slot is None:
             return False
@@ -138,12 +139,10 @@ class KvTier:
             self._free.append(slot)
         return True
 
-    def flush(self) -> int:
-        """Drops everything; returns how much there was."""
-        keys = list(self._kept)
-        for key in keys:
+    def flush(self) -> None:
+        """Drops everything."""
+        for key in list(self._kept):
             self.drop(key)
-        return len(keys)
 
     def check(self) -> list[str]:
         """Returns what is wrong with the books; nothing as a rule."""
@@ -152,5 +151,5 @@ class KvTier:
         missing = self.num_total - len(places)
         if missing:
             wrong.append(f"{missing} of {self.num_total} slots are nowhere")
-        loose = [slot for slot in self._pins if slot not in self._given_up and slot not in set(self._kept.values())]
+        loose = self._pins.keys() - self._given_up - set(self._kept.values())
         return wrong + [f"slot {slot} is pinned, and holds nothing" for slot in loose]

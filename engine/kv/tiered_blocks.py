@@ -75,13 +75,12 @@ class TieredBlocks(BlockManager):
         num_slots: int,
         num_disk_slots: int = 0,
         num_ahead: int | None = None,
-        is_quicker: IsQuicker = lambda num_moves, num_tokens, num_before: True,
     ) -> None:
         """`num_ahead`: blocks that are to be free or saved, so that a prompt which needs as many at once evicts none
         that are lost; None: half of the pool. Never more than host memory holds."""
         super().__init__(num_blocks, block_size, enable_prefix_cache, groups)
         self.host, self.disk = KvTier(num_slots), KvTier(num_disk_slots)
-        self.is_quicker = is_quicker
+        self.is_quicker: IsQuicker = lambda num_moves, num_tokens, num_before: True
         self.counts = TierCounts()
         self._num_ahead = min(num_slots, -(-num_blocks // 2) if num_ahead is None else num_ahead)
         self._num_spilled_ahead = min(num_disk_slots, -(-num_slots // 2))
@@ -200,7 +199,7 @@ class TieredBlocks(BlockManager):
     # Moves
 
     def take_moves(self) -> list[BlockMove]:
-        """What is to be copied now; `moved` is to be called at the end of each."""
+        """Returns what is to be copied now; `moved` is to be called at the end of each."""
         moves: list[BlockMove] = []
         for kind, next_move in (
             (MoveKind.LOAD, partial(self._next_up, MoveKind.LOAD)),
@@ -318,10 +317,8 @@ class TieredBlocks(BlockManager):
         return is_there and is_wanted
 
     def find_again(self, slots: Iterable[tuple[int, TierKey]]) -> None:
-        """What the disk holds from before this worker began."""
-        for slot, key in slots:
-            if key[0] < len(self.groups):
-                self.disk.adopt(slot, key)
+        """Takes up what the disk holds from before this worker began."""
+        self.disk.adopt((slot, key) for slot, key in slots if key[0] < len(self.groups))
 
     # Losing
 
