@@ -80,13 +80,13 @@ class TierCopies:
         self.disk.write(on_disk, keys, [_bytes_of(self._slots[slot]) for slot in slots])
         return len(slots) * self.block_bytes
 
-    def fetch(self, blocks: Sequence[int], on_disk: Sequence[int], keys: Sequence[Key], ready: Any = None) -> int:
+    def read(self, blocks: Sequence[int], on_disk: Sequence[int], keys: Sequence[Key], ready: Any = None) -> int:
         """Reads blocks from the disk. `ready`: as of `load`. Raises Corrupted and OSError; some may be written then."""
-        assert self.disk is not None, "blocks are fetched from a disk that this rank has not"
+        assert self.disk is not None, "blocks are read from a disk that this rank has not"
         shape = (*self._kv.shape[:2], *self._kv.shape[3:])
         with self._streams.scattering(self._disk_stream, ready):
-            for place, read in self.disk.read(on_disk, keys):
-                block = read.view(self._kv.dtype).view(shape)
+            for place, found in self.disk.read(on_disk, keys):
+                block = found.view(self._kv.dtype).view(shape)
                 self._copy(pages.scatter, [blocks[place]], block.to(self._kv.device))
         return len(blocks) * self.block_bytes
 

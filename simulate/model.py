@@ -138,7 +138,7 @@ class KvPages:
                 self._disk[target] = self._host[source]
             case rank_pb2.BlockMove.KIND_LOAD:
                 self._load(target, self._host[source])
-            case rank_pb2.BlockMove.KIND_FETCH:
+            case rank_pb2.BlockMove.KIND_READ:
                 self._load(target, self._disk[source])
 
     def _content(self, block: int) -> Content:

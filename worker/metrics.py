@@ -95,7 +95,7 @@ TIER_EVENTS_TOTAL = Metric(
     "baton_kv_tier_events_total",
     "counter",
     "Blocks by what became of them. saved: copied to host memory; spilled: copied from there to the disk; loaded and "
-    "fetched: copied back from host memory and from the disk, so that nobody computed their tokens; given_up: left the "
+    "read: copied back from host memory and from the disk, so that nobody computed their tokens; given_up: left the "
     "last tier that had them; unsaved: evicted from the pool before they were copied; failed: whose copy failed; "
     "declined: found in a tier, and computed because that was quicker.",
     (("event", TIER_EVENTS),),
@@ -105,7 +105,7 @@ TIER_BYTES = Metric(
     "baton_kv_tier_bytes_total",
     "counter",
     "Bytes of all ranks that were copied. save: to host memory; load: back; spill: from host memory to the disk; "
-    "fetch: from the disk to the pool.",
+    "read: from the disk to the pool.",
     (("move", _MOVES),),
 )
 TIER_SECONDS = Metric(

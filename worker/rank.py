@@ -49,7 +49,7 @@ computed there. Earlier, and a receive would wait on the decode worker's GPU, wh
 the message to and fro would not be hidden."""
 _ON_DISK = (
     rank_pb2.BlockMove.KIND_SPILL,
-    rank_pb2.BlockMove.KIND_FETCH,
+    rank_pb2.BlockMove.KIND_READ,
     rank_pb2.BlockMove.KIND_FLUSH,
 )
 _KEPT_STEPS = 4
@@ -334,8 +334,8 @@ class RankExecutor:
                 return tier.load(targets, sources, ready)
             case kinds.KIND_SPILL:
                 return tier.spill(sources, targets, keys)
-            case kinds.KIND_FETCH:
-                return tier.fetch(targets, sources, keys, ready)
+            case kinds.KIND_READ:
+                return tier.read(targets, sources, keys, ready)
             case kinds.KIND_FLUSH if tier.disk is not None:
                 tier.disk.flush()
                 return 0

@@ -22,7 +22,7 @@ _KINDS = {
     MoveKind.SAVE: rank_pb2.BlockMove.KIND_SAVE,
     MoveKind.LOAD: rank_pb2.BlockMove.KIND_LOAD,
     MoveKind.SPILL: rank_pb2.BlockMove.KIND_SPILL,
-    MoveKind.FETCH: rank_pb2.BlockMove.KIND_FETCH,
+    MoveKind.READ: rank_pb2.BlockMove.KIND_READ,
 }
 _WEIGHT = 0.2
 """Of the newest load, in the time of a block."""

@@ -92,13 +92,13 @@ class BlockMove(_message.Message):
         KIND_SAVE: _ClassVar[BlockMove.Kind]
         KIND_LOAD: _ClassVar[BlockMove.Kind]
         KIND_SPILL: _ClassVar[BlockMove.Kind]
-        KIND_FETCH: _ClassVar[BlockMove.Kind]
+        KIND_READ: _ClassVar[BlockMove.Kind]
         KIND_FLUSH: _ClassVar[BlockMove.Kind]
     KIND_UNSPECIFIED: BlockMove.Kind
     KIND_SAVE: BlockMove.Kind
     KIND_LOAD: BlockMove.Kind
     KIND_SPILL: BlockMove.Kind
-    KIND_FETCH: BlockMove.Kind
+    KIND_READ: BlockMove.Kind
     KIND_FLUSH: BlockMove.Kind
     KIND_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]

@@ -27,13 +27,13 @@ class MoveKind(Enum):
     """From host memory to the pool."""
     SPILL = "spill"
     """From host memory to the disk."""
-    FETCH = "fetch"
+    READ = "read"
     """From the disk to the pool."""
 
     @property
     def is_up(self) -> bool:
         """Whether it ends in the pool."""
-        return self in (MoveKind.LOAD, MoveKind.FETCH)
+        return self in (MoveKind.LOAD, MoveKind.READ)
 
 
 @dataclass(frozen=True)

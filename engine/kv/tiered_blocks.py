@@ -1,7 +1,7 @@
 """A pool of KV blocks above a tier in host memory, and one on a disk below that: what the pool evicts is found there.
 
     cached in the pool -> (saved: host memory has a copy as well) -> evicted from the pool -> loaded into another block
-    kept in host memory -> (spilled: the disk has a copy as well) -> given up there -> fetched into a block of the pool
+    kept in host memory -> (spilled: the disk has a copy as well) -> given up there -> read into a block of the pool
 
 Copies down go ahead of eviction: the blocks that will be evicted next are copied while steps run, as long as fewer than
 half of the pool, or of host memory, are free or copied. Blocks of the pool stay evictable meanwhile; a copy of one that
@@ -33,7 +33,7 @@ MOST_MOVES = 2
 """Moves in one direction that are under way at a time."""
 
 IsQuicker = Callable[[Mapping[MoveKind, int], int, int], bool]
-"""Whether to load and fetch so many blocks is quicker than to compute so many tokens, behind so many that are there."""
+"""Whether to load and read so many blocks is quicker than to compute so many tokens, behind so many that are there."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class TierCounts:
     saved: int = 0
     loaded: int = 0
     spilled: int = 0
-    fetched: int = 0
+    read: int = 0
     unsaved: int = 0
     """Evicted from the pool before they were saved."""
     given_up: int = 0
@@ -58,7 +58,7 @@ _COUNTED = {
     MoveKind.SAVE: "saved",
     MoveKind.LOAD: "loaded",
     MoveKind.SPILL: "spilled",
-    MoveKind.FETCH: "fetched",
+    MoveKind.READ: "read",
 }
 
 
@@ -89,7 +89,7 @@ class TieredBlocks(BlockManager):
         self._spilling: set[TierKey] = set()
         self._arriving: dict[int, TierKey] = {}
         self._arriving_at: dict[TierKey, int] = {}
-        self._to_load: dict[MoveKind, list[tuple[int, int, TierKey]]] = {MoveKind.LOAD: [], MoveKind.FETCH: []}
+        self._to_load: dict[MoveKind, list[tuple[int, int, TierKey]]] = {MoveKind.LOAD: [], MoveKind.READ: []}
         """(pinned slot, block, key)."""
         self._num_given = 0
         """Blocks allocated since the start."""
@@ -140,7 +140,7 @@ class TieredBlocks(BlockManager):
 
     def _kind_of(self, key: TierKey) -> MoveKind:
         """The way up of what is not in the pool."""
-        return MoveKind.LOAD if key in self.host else MoveKind.FETCH
+        return MoveKind.LOAD if key in self.host else MoveKind.READ
 
     def _find(self, token_ids: Sequence[int], salt: bytes) -> tuple[list[int], dict[int, TierKey]]:
         """The longest table that pool and tier have together, and the keys of what the pool lacks, by its place in the
@@ -189,7 +189,7 @@ class TieredBlocks(BlockManager):
         return block
 
     def _source(self, kind: MoveKind) -> KvTier:
-        return self.disk if kind is MoveKind.FETCH else self.host
+        return self.disk if kind is MoveKind.READ else self.host
 
     def have_arrived(self, blocks: Iterable[int]) -> bool | None:
         if self._arriving and any(block in self._arriving for block in blocks):
@@ -203,7 +203,7 @@ class TieredBlocks(BlockManager):
         moves: list[BlockMove] = []
         for kind, next_move in (
             (MoveKind.LOAD, partial(self._next_up, MoveKind.LOAD)),
-            (MoveKind.FETCH, partial(self._next_up, MoveKind.FETCH)),
+            (MoveKind.READ, partial(self._next_up, MoveKind.READ)),
             (MoveKind.SAVE, self._next_to_save),
             (MoveKind.SPILL, self._next_to_spill),
         ):
@@ -277,7 +277,7 @@ class TieredBlocks(BlockManager):
                     is_kept = self._saved(source, target, key, is_there=not error)
                 case MoveKind.SPILL:
                     is_kept = self._spilled(source, target, key, is_there=not error)
-                case MoveKind.LOAD | MoveKind.FETCH:
+                case MoveKind.LOAD | MoveKind.READ:
                     is_kept = self._loaded(self._source(move.kind), source, target, key, is_there=not error)
             name = _COUNTED[move.kind]
             setattr(self.counts, name, getattr(self.counts, name) + is_kept)

@@ -140,7 +140,7 @@ def test_a_disk_is_found_again_by_the_worker_that_comes_after_a_killed_one(tp_si
         killed = start().connect()
         ask_all("first", killed)
         ask_all("second", killed)
-        assert tier_of(killed.info.metrics_address)["fetched"] > 0
+        assert tier_of(killed.info.metrics_address)["read"] > 0
         for rank in killed.ranks:
             rank.popen.kill()
         for rank in killed.ranks:
@@ -150,7 +150,7 @@ def test_a_disk_is_found_again_by_the_worker_that_comes_after_a_killed_one(tp_si
         with running(prefill):
             ask_all("after", prefill)
             tier = tier_of(prefill.info.metrics_address)
-            assert tier["fetched"] >= NUM_PROMPTS and tier["failed"] == 0, tier
+            assert tier["read"] >= NUM_PROMPTS and tier["failed"] == 0, tier
         files = sorted((tmp_path / "kv").glob("*/*.rank*"))
         assert [file.name for file in files] == [f"1.rank{rank}" for rank in range(tp_size)]
         for file in files:
@@ -161,4 +161,4 @@ def test_a_disk_is_found_again_by_the_worker_that_comes_after_a_killed_one(tp_si
         prefill = start()
         with running(prefill):
             ask_all("damaged", prefill)
-            assert tier_of(prefill.info.metrics_address)["fetched"] == 0
+            assert tier_of(prefill.info.metrics_address)["read"] == 0

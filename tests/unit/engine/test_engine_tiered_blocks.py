@@ -268,7 +268,7 @@ class TieredBlocksWalk(RuleBasedStateMachine):
             MoveKind.SAVE: (self.blocks, self.slots),
             MoveKind.LOAD: (self.slots, self.blocks),
             MoveKind.SPILL: (self.slots, self.on_disk),
-            MoveKind.FETCH: (self.on_disk, self.blocks),
+            MoveKind.READ: (self.on_disk, self.blocks),
         }
         read, written = places[move.kind]
         for source, target in zip(move.sources, move.targets, strict=True):
@@ -352,15 +352,15 @@ def test_what_the_pool_has_evicted_last_the_tier_gives_up_last() -> None:
         assert key[1] in set(prefix_hashes([3, 4, 5, 6, 0], 2, b""))
 
 
-def test_what_host_memory_gives_up_is_fetched_from_the_disk_and_found_again_by_the_next_worker() -> None:
+def test_what_host_memory_gives_up_is_read_from_the_disk_and_found_again_by_the_next_worker() -> None:
     manager = TieredBlocks(4, 2, num_slots=4, num_disk_slots=16, num_ahead=4)
     for first in range(0, 60, 10):
         fill(manager, [first, 1, 2, 3, 4])
         settle(manager)
     assert manager.counts.spilled >= 6 and manager.counts.given_up == 0
     table = manager.match_prefix([0, 1, 2, 3, 9])
-    assert len(table) == 2 and {move.kind for move in settle(manager)} == {MoveKind.FETCH}
-    assert manager.have_arrived(table) and manager.counts.fetched == 2
+    assert len(table) == 2 and {move.kind for move in settle(manager)} == {MoveKind.READ}
+    assert manager.have_arrived(table) and manager.counts.read == 2
 
     other = TieredBlocks(4, 2, num_slots=4, num_disk_slots=16)
     other.find_again((slot, key) for key, slot in manager.disk._kept.items())
