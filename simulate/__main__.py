@@ -16,6 +16,8 @@ from collections import Counter
 from simulate.scenario import Scenario
 from simulate.shrink import Kept, Shrinker, how_it_fails
 
+TELL_EVERY_S = 30.0
+"""How often a long run says how far it is."""
 MOST_SHRUNK = 3
 """Seeds that are shrunk: those after them mostly fail for the same reasons."""
 
@@ -28,8 +30,12 @@ def main(arguments: list[str] | None = None) -> int:
         handlers=[logging.StreamHandler() if flags.trace else logging.NullHandler()],
     )
     begun, virtual_s, num_failed = time.perf_counter(), 0.0, 0
+    told = begun
     ends: Counter[str] = Counter()
-    for seed in range(flags.first, flags.first + flags.seeds):
+    for num_run, seed in enumerate(range(flags.first, flags.first + flags.seeds)):
+        if (now := time.perf_counter()) - told >= TELL_EVERY_S:
+            print(f"{num_run} of {flags.seeds} seeds, {num_failed} failed, {now - begun:.0f} s", file=sys.stderr)
+            told = now
         scenario = Scenario.of(seed)
         if flags.keep:
             scenario = Kept.parse(flags.keep).of(scenario)
