@@ -86,7 +86,8 @@ class TieredBlocks(BlockManager):
         self._num_spilled_ahead = min(num_disk_slots, -(-num_slots // 2))
         self._saving: dict[int, int] = {}
         """Blocks that are being copied down and have not been evicted since, with the slots that they go to."""
-        self._spilling: set[TierKey] = set()
+        self._spilling: dict[TierKey, int] = {}
+        """What is being copied to the disk and has not been dropped since, with the slots there."""
         self._arriving: dict[int, TierKey] = {}
         self._arriving_at: dict[TierKey, int] = {}
         self._to_load: dict[MoveKind, list[tuple[int, int, TierKey]]] = {MoveKind.LOAD: [], MoveKind.READ: []}
@@ -256,7 +257,7 @@ class TieredBlocks(BlockManager):
             self._wait(MoveKind.SPILL)
             return None
         del found[len(slots) :]
-        self._spilling.update(found)
+        self._spilling.update(zip(found, slots, strict=True))
         return BlockMove(MoveKind.SPILL, tuple(map(self.host.pin, found)), tuple(slots), tuple(found))
 
     def _wait(self, kind: MoveKind) -> None:
@@ -294,8 +295,9 @@ class TieredBlocks(BlockManager):
 
     def _spilled(self, slot: int, on_disk: int, key: TierKey, *, is_there: bool) -> bool:
         self.host.unpin(slot)
-        is_wanted = key in self._spilling
-        self._spilling.discard(key)
+        is_wanted = self._spilling.get(key) == on_disk
+        if is_wanted:
+            del self._spilling[key]
         if is_there and is_wanted:
             self.disk.keep(on_disk, key)
         else:
@@ -312,6 +314,8 @@ class TieredBlocks(BlockManager):
             self._digests[block], self._group_of[block] = digest, place
             self._published[place].setdefault(digest, block)
         elif not is_there and tier.drop(key):
+            if tier is self.host:
+                self._spilling.pop(key, None)  # a copy of what could not be read is no better
             self._give_up([key], self.disk if tier is self.host else self.host)
         self.release([block])
         return is_there and is_wanted

@@ -366,3 +366,26 @@ def test_what_host_memory_gives_up_is_read_from_the_disk_and_found_again_by_the_
     other.find_again((slot, key) for key, slot in manager.disk._kept.items())
     assert set(other.disk) == set(manager.disk) and len(other.match_prefix([10, 1, 2, 3, 9])) == 2
     other.check()
+
+
+def test_a_spill_of_what_could_not_be_loaded_is_thrown_away_and_the_watcher_told() -> None:
+    manager = TieredBlocks(4, 2, num_slots=6, num_disk_slots=16, num_ahead=4)
+    manager.watch_cache(True)
+    fill(manager, [1, 2, 3, 4, 5])
+    spills = []
+    for first in (10, 20, 30):
+        for move in manager.take_moves():
+            spills.append(move) if move.kind is MoveKind.SPILL else manager.moved(move)
+        if not spills:
+            fill(manager, [first, 1, 2, 3, 4, 5, 6, 7])
+    [spill] = spills
+    table = manager.match_prefix([1, 2, 3, 4, 99])
+    [load] = [move for move in manager.take_moves() if move.kind is MoveKind.LOAD]
+    assert set(load.keys) <= set(spill.keys)
+    manager.moved(load, "the copy failed")
+    manager.release(table)
+    manager.moved(spill)
+    manager.check()
+    assert not set(load.keys) & set(manager.disk), "what could not be read was copied, too"
+    events = manager.take_cache_events()
+    assert events is not None and set(events.stored) == manager.cached_hashes
