@@ -53,6 +53,13 @@ def process_state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
 
 
+def metrics_of(address: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """Every sample of a page of metrics by its name and labels."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=WAIT_S) as page:
+        families = text_string_to_metric_families(page.read().decode())
+        return {(s.name, frozenset(s.labels.items())): s.value for f in families for s in f.samples}
+
+
 class ChaosWorker(Worker):
     """A worker whose ranks can be killed, stopped and set going again."""
 
@@ -133,10 +140,7 @@ class ChaosWorker(Worker):
             self.connect_again()
 
     def metrics(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-        """Every sample of the metrics page by its name and labels."""
-        with urllib.request.urlopen(f"http://{self.info.metrics_address}/metrics", timeout=WAIT_S) as page:
-            families = text_string_to_metric_families(page.read().decode())
-            return {(s.name, frozenset(s.labels.items())): s.value for f in families for s in f.samples}
+        return metrics_of(self.info.metrics_address)
 
     def count(self, name: str, **labels: str) -> float:
         """Sum of the samples of that name that carry these labels."""
@@ -204,6 +208,8 @@ class Fleet:
     workers_given: Mapping[str, Mapping[str, Any]]
     common: Mapping[str, Any]
     measured: Measured
+    router_given: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the router."""
     workers: dict[str, ChaosWorker] = field(default_factory=dict)
 
     def __enter__(self) -> Self:
@@ -215,7 +221,7 @@ class Fleet:
             for worker in self.workers.values():
                 worker.connect()
             flags = [f"{w.settings.role}:{name}={w.address}" for name, w in self.workers.items()]
-            given = {"port": 0, "model_path": str(MODEL), "workers": tuple(flags), **HAND_OVER}
+            given = {"port": 0, "model_path": str(MODEL), "workers": tuple(flags), **HAND_OVER, **self.router_given}
             if "dead_after_s" in self.common:
                 given["dead_after_s"] = self.common["dead_after_s"]
             self.router = Process("router", RouterSettings.from_values(**given).to_json())

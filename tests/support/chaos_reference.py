@@ -83,8 +83,11 @@ class ExactLoad(SteadyLoad):
         num_tokens: int,
         num_streams: int,
         timeout_s: float,
+        bypasses_cache: bool = True,
     ) -> None:
+        """`bypasses_cache`: so that there is something to hand over."""
         super().__init__(num_streams)
+        self._bypasses_cache = bypasses_cache
         self._client = client
         self._expected = [(prompt, reference(prompt, num_tokens)) for prompt in prompts]
         self._timeout_s = timeout_s
@@ -95,7 +98,7 @@ class ExactLoad(SteadyLoad):
     def ask(self, number: int) -> str:
         prompt, expected = self._expected[next(self._numbers) % len(self._expected)]
         spec = token_spec(prompt, len(expected))
-        spec.cache.bypass_prefix_cache = True  # so that there is something to hand over
+        spec.cache.bypass_prefix_cache = self._bypasses_cache
         tokens: list[int] = []
         times_s: list[float] = []
         last = time.monotonic()
