@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -108,6 +109,7 @@ def _render_role(role: str, of: Explained) -> str:
         ("- reserve", of["reserved_bytes"], "rotary positions" + ("" if of["device"] == "cpu" else ", graphs, slack")),
         ("= left", of["left_bytes"], f"{of['tokens_that_fit']:,} tokens of {of['kv_bytes_per_token']:,} bytes fit"),
         ("KV pool", of["pool_bytes"], _pool_note(of)),
+        *_rows_below(of),
     ]
     lines = [f"{role}: {count_of(of['workers'], 'worker')} of {count_of(of['tensor_parallel'], 'rank')}"]
     lines += [f"  {label:<14}{format_bytes(size):>10}   {note}" for label, size, note in rows]
@@ -128,6 +130,24 @@ def _activations_note(of: Explained) -> str:
 def _pool_note(of: Explained) -> str:
     blocks = f"{of['num_blocks']:,} blocks of {of['block_size']} tokens in {of['kv_dtype']}"
     return f"{of['num_tokens']:,} tokens, {blocks}; {_DECIDED_BY[of['decided_by']]}"
+
+
+def _rows_below(of: Explained) -> Iterator[tuple[str, int, str]]:
+    """Rows for host memory and a disk below the pool, where they are configured."""
+    from cluster.text import format_bytes
+
+    num_ranks = of["workers"] * of["tensor_parallel"]
+    for label, tier, where in (
+        ("host memory", "host", "of this machine"),
+        ("disk", "disk", f"in {of.get('disk_path')}"),
+    ):
+        if not of[f"{tier}_bytes"]:
+            continue
+        tokens = of[f"num_{tier}_blocks"] // len(of["groups"]) * of["block_size"]
+        together = format_bytes(num_ranks * of[f"{tier}_bytes"])
+        free = format_bytes(of[f"{tier}_free_bytes"])
+        each = f"{tokens:,} tokens, {of[f'num_{tier}_blocks']:,} blocks"
+        yield label, of[f"{tier}_bytes"], f"{each}; the role takes {together} {where}, {free} free"
 
 
 def _ask(question: dict[str, Any]) -> list[Explained]:

@@ -5,11 +5,14 @@ The JSON is a contract for programs: its keys are made here and nowhere else.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from cli.common import AsJson, RouterOptions, outcome, table_console
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from cluster.pb.admin_pb2 import GetStatusResponse, RouterStatus, WorkerStatus
 
 SILENT_S = 6.0
@@ -113,6 +116,7 @@ def _describe_worker(worker: WorkerStatus) -> dict[str, Any]:
             "cached": stats.blocks_cached,
             "total": stats.blocks_total,
         },
+        "kv_tiers": list(_tiers(worker)),
         "running_sequences": stats.num_running_seqs,
         "waiting_requests": stats.num_waiting_requests,
         "requests": stats.num_requests,
@@ -123,6 +127,24 @@ def _describe_worker(worker: WorkerStatus) -> dict[str, Any]:
         "kv_bytes_sent": stats.kv_bytes_sent,
         "kv_bytes_received": stats.kv_bytes_received,
     }
+
+
+def _tiers(worker: WorkerStatus) -> Iterator[dict[str, Any]]:
+    """Where a worker keeps KV, its pool first; nothing of one that has not answered."""
+    info, stats = worker.info, worker.stats
+    sizes = {"device": info.pool_bytes, "host": info.host_bytes, "disk": info.disk_bytes}
+    used = stats.blocks_held + stats.blocks_cached
+    device = ("device", used, stats.blocks_total, stats.num_hit_tokens)
+    below = ((t.tier, t.blocks_kept, t.blocks_total, t.num_hit_tokens) for t in stats.tiers)
+    for tier, num_kept, num_total, num_hit_tokens in (device, *below):
+        if num_total:
+            yield {
+                "tier": tier,
+                "size_bytes": sizes.get(tier) or None,
+                "blocks_kept": num_kept,
+                "blocks_total": num_total,
+                "hit_tokens": num_hit_tokens,
+            }
 
 
 def _print_table(described: dict[str, Any]) -> None:
@@ -153,9 +175,29 @@ def _print_table(described: dict[str, Any]) -> None:
     for worker in described["workers"]:
         table.add_row(*_row(worker))
     console.print(table)
+    if any(len(worker["kv_tiers"]) > 1 for worker in described["workers"]):
+        console.print(_tier_table(described["workers"]))
     for worker in described["workers"]:
         if worker["refusal"]:
             console.print(f"{worker['worker_id']} is not used: {worker['refusal']}")
+
+
+def _tier_table(workers: list[dict[str, Any]]) -> Table:
+    """What each worker keeps where, and how many tokens of prompts were found there."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from cluster.text import format_bytes
+
+    table = Table(box=SIMPLE_HEAD)
+    for column in ("worker", "KV in", "size", "blocks", "total", "hit tokens"):
+        table.add_column(column, justify="left" if column in ("worker", "KV in") else "right")
+    for worker in workers:
+        for of in worker["kv_tiers"]:
+            size = format_bytes(of["size_bytes"]) if of["size_bytes"] else "-"
+            numbers = map(str, (of["blocks_kept"], of["blocks_total"], of["hit_tokens"]))
+            table.add_row(worker["worker_id"], of["tier"], size, *numbers)
+    return table
 
 
 def _row(worker: dict[str, Any]) -> list[str]:

@@ -150,6 +150,9 @@ def _workers(seen: Seen, width: int) -> Table:
     if width >= _WIDE:
         for name in ("KV out", "KV in"):
             table.add_column(name, justify="right", no_wrap=True)
+    tiers = [tier.tier for worker in seen.status.workers for tier in worker.stats.tiers]
+    for name in dict.fromkeys(tiers):
+        table.add_column(name, justify="right", no_wrap=True)
     for worker in sorted(seen.status.workers, key=lambda w: (w.role, w.worker_id)):
         rate = rates.get(worker.worker_id, admin_pb2.WorkerRates())
         role, state, stats = role_name(worker.role), state_name(worker), worker.stats
@@ -167,6 +170,8 @@ def _workers(seen: Seen, width: int) -> Table:
         ]
         if width >= _WIDE:
             cells += [f"{format_bytes(round(n))}/s" for n in (rate.kv_sent_bytes_per_s, rate.kv_received_bytes_per_s)]
+        kept = {tier.tier: tier.blocks_kept / tier.blocks_total for tier in stats.tiers}
+        cells += [f"{kept[name]:.0%}" if name in kept else "-" for name in dict.fromkeys(tiers)]
         table.add_row(*cells)
     return table
 

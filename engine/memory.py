@@ -234,6 +234,16 @@ class MemoryPlan:
         return self.num_blocks * self.block_bytes
 
     @property
+    def host_bytes(self) -> int:
+        """Host memory that the rank takes below its pool."""
+        return self.num_host_blocks * self.block_bytes
+
+    @property
+    def disk_bytes(self) -> int:
+        """Room on a disk that it takes when it is full, headers included."""
+        return self.num_disk_blocks * slot_bytes_of(self.block_bytes)
+
+    @property
     def tokens_that_fit(self) -> int:
         """Whole blocks of them in what is left, whatever the pool takes of it."""
         return self._tokens_in(max(0, self.left_bytes // self.block_bytes))

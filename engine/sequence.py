@@ -226,6 +226,7 @@ def claim_blocks(sequence: Sequence, blocks: BlockManager, *, is_landing: bool =
     if not blocks.can_allocate(sum(map(len, spans))):
         blocks.release(cached)
         return False
+    blocks.count_hits(cached)
     sequence.num_landed_tokens = num_tokens if is_landing else 0
     sequence.block_table = table_of(cached)
     sequence.num_computed_tokens = sequence.num_cached_tokens = num_cached

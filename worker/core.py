@@ -287,6 +287,9 @@ class Core:
         stats.num_waiting_requests = self.decode.num_waiting + self.prefill.num_waiting + len(self._grammars)
         stats.num_requests = self.reporter.num_requests
         stats.num_preemptions = self.decode.num_preemptions
+        stats.num_hit_tokens = blocks.hit_tokens["device"]
+        if self.tier is not None:
+            self.tier.measure(stats)
         if is_due or self._measured_cost is None:
             cost = self._steps.cost
             if cost is not self._measured_cost:

@@ -15,6 +15,8 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+import os
+import shutil
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -28,18 +30,18 @@ import torch.distributed
 
 from cluster.errors import BatonError, CheckpointError, ConfigError
 from cluster.model_folder import weight_files
-from cluster.program import ExitCode
+from cluster.program import ExitCode, free_memory_bytes
 from cluster.settings import WorkerSettings
 from engine.attention.registry import choose_attention
 from engine.gguf_checkpoint import open_checkpoint
 from engine.layers.ops import TorchOps, choose_ops
-from engine.memory import resolve_device, resolve_dtype, resolve_kv_dtype
+from engine.memory import MemoryPlan, resolve_device, resolve_dtype, resolve_kv_dtype
 from engine.model_cost import describe_weights
 from engine.models.config import ModelConfig
 from engine.models.folder import read_model
 from engine.quantization.interface import TritonProducts
 from kv_transfer.transports.selection import supported
-from worker.loading import expect_memory
+from worker.loading import expect_memory, kv_disk_path
 from worker.resolved import checkpoint_digest, resolve
 
 Part = dict[str, Any]
@@ -180,7 +182,23 @@ def _memory(settings: WorkerSettings) -> dict[str, Any]:
     resolved = resolve(settings)
     plan = expect_memory(resolved.demand)
     slots = settings.transfer.num_slots * settings.transfer.chunk_tokens * plan.kv_bytes_per_token
-    return {**dataclasses.asdict(plan), "pool_bytes": plan.pool_bytes, "slot_bytes_per_pair": slots}
+    sizes = {"pool_bytes": plan.pool_bytes, "slot_bytes_per_pair": slots}
+    return {**dataclasses.asdict(plan), **sizes, **_below(settings, plan)}
+
+
+def _below(settings: WorkerSettings, plan: MemoryPlan) -> dict[str, Any]:
+    """What the rank takes of host memory and of a disk for KV below its pool, and what is there: of a disk what is free
+    or holds such KV already."""
+    below: dict[str, Any] = {"host_bytes": plan.host_bytes, "disk_bytes": plan.disk_bytes}
+    if plan.host_bytes:
+        below["host_free_bytes"] = free_memory_bytes()
+    if plan.disk_bytes:
+        path = kv_disk_path(settings.engine)
+        there = next(parent for parent in (path, *path.parents) if parent.exists())
+        kept = sum(file.stat().st_blocks * 512 for file in path.glob("*/*.rank*"))
+        below |= {"disk_path": str(path), "disk_free_bytes": shutil.disk_usage(there).free + kept}
+        below["disk_is_writable"] = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    return below
 
 
 def _dtype(settings: WorkerSettings, device: str) -> torch.dtype:
@@ -215,6 +233,7 @@ def explain_memory(settings: WorkerSettings, mean_tokens: int | None) -> dict[st
         **dataclasses.asdict(plan),
         "num_tokens": plan.num_tokens,
         "pool_bytes": plan.pool_bytes,
+        **_below(settings, plan),
         "tokens_that_fit": plan.tokens_that_fit,
         "mean_tokens": mean_tokens,
         "requests_at_mean": plan.num_requests(mean_tokens),

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # exported without saying so
 
+from cluster.config.schema import EngineSection
 from cluster.errors import ConfigError, IncompatibleProtocol
 from cluster.pb import rank_pb2
 from cluster.program import Report, give_way
@@ -160,12 +161,17 @@ def make_blocks(plan: MemoryPlan, enable_prefix_cache: bool, tier: TierCopies | 
     return blocks
 
 
+def kv_disk_path(engine: EngineSection) -> Path:
+    """The folder of the KV that workers keep on a disk."""
+    return Path(engine.kv_disk_path or KV_DISK_PATH).expanduser()
+
+
 def disk_folder(resolved: Resolved, number: int = 0) -> DiskFolder | None:
     """Where the ranks of this worker keep KV on a disk; None: nowhere. Raises ConfigError."""
     engine = resolved.settings.engine
     if not (engine.kv_disk_bytes and engine.enable_prefix_cache):
         return None
-    path = Path(engine.kv_disk_path or KV_DISK_PATH)
+    path = kv_disk_path(engine)
     try:
         return DiskFolder(path, resolved.layout, number)
     except OSError as error:

@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 from cluster.metrics import Metric, render_reference
 from cluster.metrics_page import MetricsPage, serve_beside
 from cluster.tls import InternalTls
-from engine.kv.kv_tier import MoveKind
+from engine.kv.kv_tier import KvTierName, MoveKind
 from engine.kv.tiered_blocks import TierCounts
 from engine.models.experts import ExpertLoad
 from kv_transfer.transfer_engine import TransferEngine
@@ -114,9 +114,17 @@ TIER_SECONDS = Metric(
     "Seconds that such copies took, from when each was set off; several may be under way at a time.",
     (("move", _MOVES),),
 )
+HIT_TIERS: tuple[KvTierName, ...] = ("device", "host", "disk")
+HIT_TOKENS = Metric(
+    "baton_kv_hit_tokens_total",
+    "counter",
+    "Tokens of prompts that were there when they were to be computed or received: in the pool (device), or in a tier "
+    "below it, from which they were loaded. A preempted sequence counts again.",
+    (("tier", HIT_TIERS),),
+)
 METRICS = (
     *(*HANDOFF_METRICS, HANDOFFS, PAIRS, SLOTS, QUARANTINED, BLOCKS, PREEMPTIONS),
-    *(TIER_BLOCKS, TIER_EVENTS_TOTAL, TIER_BYTES, TIER_SECONDS),
+    *(HIT_TOKENS, TIER_BLOCKS, TIER_EVENTS_TOTAL, TIER_BYTES, TIER_SECONDS),
 )
 
 
@@ -130,6 +138,8 @@ class HeldResources:
     blocks: Mapping[str, int]
     num_preemptions: int
     """Since the worker's start."""
+    hit_tokens: Mapping[str, int]
+    """By tier, since then."""
     tier: TierUse | None = None
     """None without host memory below the pool."""
 
@@ -164,6 +174,7 @@ def held_by(core: Core) -> HeldResources:
         landing_slots=core.decode.count_slots() | {"quarantined": quarantined(is_sender=False)},
         blocks={"free": blocks.num_free, "held": blocks.num_held, "cached": blocks.num_cached},
         num_preemptions=core.decode.num_preemptions,
+        hit_tokens={tier: blocks.hit_tokens[tier] for tier in HIT_TIERS},
         tier=TierUse.of(core.tier),
     )
 
@@ -198,6 +209,7 @@ class HeldCollector(Collector):
         yield _gauge(SLOTS, sending + receiving)
         yield _gauge(BLOCKS, [((state,), held.blocks.get(state, 0)) for state in BLOCK_STATES])
         yield CounterMetricFamily(PREEMPTIONS.name, PREEMPTIONS.doc, value=held.num_preemptions)
+        yield _counter(HIT_TOKENS, [((tier,), number) for tier, number in held.hit_tokens.items()])
         if held.tier is not None:
             yield from _tier_families(held.tier)
 

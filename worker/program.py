@@ -134,7 +134,8 @@ class Leader(_Rank):
         transports = f"transports, best first: {', '.join(self._resolved.transports)}"
         for line in (*loaded.choices, f"{transports}; each pair takes the first that both have"):
             self._report(line)
-        timing, inbox, loop = _timing_of(settings), Inbox(), SpeakingLoop()
+        transfer, inbox, loop = settings.transfer, Inbox(), SpeakingLoop()
+        timing = FailureTimeouts(transfer.heartbeat_s, transfer.suspect_after_s, transfer.dead_after_s)
         has_meter = settings.metrics_port is not None and not resolved.is_timed
         meter = StepMeter(resolved.work) if has_meter else None
         group = self._group = RankGroup(
@@ -288,6 +289,9 @@ class Leader(_Rank):
             protocol=spoken(),
             prefix_format=self._resolved.prefix_format,
             num_tier_blocks=(plan.num_host_blocks + plan.num_disk_blocks) // len(plan.groups),
+            pool_bytes=plan.pool_bytes * settings.tp_size,
+            host_bytes=plan.host_bytes * settings.tp_size,
+            disk_bytes=plan.disk_bytes * settings.tp_size,
         )
 
     def _run_engine(self) -> None:
@@ -393,8 +397,3 @@ class Follower(_Rank):
                 write_frame(self._sock, reply)
         except OSError as broken:
             self._end(Unavailable(f"rank 0 is gone: {broken}"))
-
-
-def _timing_of(settings: WorkerSettings) -> FailureTimeouts:
-    transfer = settings.transfer
-    return FailureTimeouts(transfer.heartbeat_s, transfer.suspect_after_s, transfer.dead_after_s)

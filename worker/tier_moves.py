@@ -10,9 +10,9 @@ import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from cluster.pb import rank_pb2
+from cluster.pb import rank_pb2, worker_pb2
 from cluster.step_cost import StepCost
-from engine.kv.kv_tier import BlockMove, MoveKind
+from engine.kv.kv_tier import BlockMove, KvTier, KvTierName, MoveKind
 from engine.kv.tiered_blocks import TieredBlocks
 from worker.handoff_connection import Done, ErrorKind
 
@@ -75,6 +75,15 @@ class TierMoves:
             command = rank_pb2.BlockMove(kind=rank_pb2.BlockMove.KIND_FLUSH)
             self._issue(rank_pb2.RankCommand(move_blocks=command), _flushed)
         return num_blocks
+
+    def measure(self, stats: worker_pb2.WorkerStats) -> None:
+        """Brings the figures of the tiers up to date; those without a slot are left out."""
+        tiers: dict[KvTierName, KvTier] = {"host": self.blocks.host, "disk": self.blocks.disk}
+        del stats.tiers[:]
+        for name, tier in tiers.items():
+            if tier.num_total:
+                hits = self.blocks.hit_tokens[name]
+                stats.tiers.add(tier=name, blocks_kept=len(tier), blocks_total=tier.num_total, num_hit_tokens=hits)
 
     def is_quicker(self, num_moves: Mapping[MoveKind, int], num_tokens: int, num_before: int) -> bool:
         """Whether to move so many blocks up takes less time than to compute the tokens in them, behind `num_before`

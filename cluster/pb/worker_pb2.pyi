@@ -152,7 +152,7 @@ class RankInfo(_message.Message):
     def __init__(self, tp_rank: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., device: _Optional[str] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "node", "ranks", "model", "weights_revision", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "transport", "dtype", "metrics_address", "crash_record", "protocol", "prefix_format", "num_tier_blocks")
+    __slots__ = ("worker_id", "incarnation", "role", "node", "ranks", "model", "weights_revision", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "transport", "dtype", "metrics_address", "crash_record", "protocol", "prefix_format", "num_tier_blocks", "pool_bytes", "host_bytes", "disk_bytes")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -171,6 +171,9 @@ class WorkerInfo(_message.Message):
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     PREFIX_FORMAT_FIELD_NUMBER: _ClassVar[int]
     NUM_TIER_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    POOL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DISK_BYTES_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     role: Role
@@ -189,10 +192,13 @@ class WorkerInfo(_message.Message):
     protocol: str
     prefix_format: str
     num_tier_blocks: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., node: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankInfo, _Mapping]]] = ..., model: _Optional[str] = ..., weights_revision: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., transport: _Optional[str] = ..., dtype: _Optional[str] = ..., metrics_address: _Optional[str] = ..., crash_record: _Optional[str] = ..., protocol: _Optional[str] = ..., prefix_format: _Optional[str] = ..., num_tier_blocks: _Optional[int] = ...) -> None: ...
+    pool_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., node: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankInfo, _Mapping]]] = ..., model: _Optional[str] = ..., weights_revision: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., transport: _Optional[str] = ..., dtype: _Optional[str] = ..., metrics_address: _Optional[str] = ..., crash_record: _Optional[str] = ..., protocol: _Optional[str] = ..., prefix_format: _Optional[str] = ..., num_tier_blocks: _Optional[int] = ..., pool_bytes: _Optional[int] = ..., host_bytes: _Optional[int] = ..., disk_bytes: _Optional[int] = ...) -> None: ...
 
 class WorkerStats(_message.Message):
-    __slots__ = ("blocks_free", "blocks_held", "blocks_cached", "blocks_total", "num_running_seqs", "num_waiting_requests", "num_requests", "num_steps", "num_prefill_tokens", "num_decode_tokens", "num_preemptions", "kv_bytes_sent", "kv_bytes_received", "step_cost")
+    __slots__ = ("blocks_free", "blocks_held", "blocks_cached", "blocks_total", "num_running_seqs", "num_waiting_requests", "num_requests", "num_steps", "num_prefill_tokens", "num_decode_tokens", "num_preemptions", "kv_bytes_sent", "kv_bytes_received", "step_cost", "num_hit_tokens", "tiers")
     BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_HELD_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_CACHED_FIELD_NUMBER: _ClassVar[int]
@@ -207,6 +213,8 @@ class WorkerStats(_message.Message):
     KV_BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     STEP_COST_FIELD_NUMBER: _ClassVar[int]
+    NUM_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
     blocks_free: int
     blocks_held: int
     blocks_cached: int
@@ -221,7 +229,21 @@ class WorkerStats(_message.Message):
     kv_bytes_sent: int
     kv_bytes_received: int
     step_cost: StepCost
-    def __init__(self, blocks_free: _Optional[int] = ..., blocks_held: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_total: _Optional[int] = ..., num_running_seqs: _Optional[int] = ..., num_waiting_requests: _Optional[int] = ..., num_requests: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., num_decode_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., kv_bytes_sent: _Optional[int] = ..., kv_bytes_received: _Optional[int] = ..., step_cost: _Optional[_Union[StepCost, _Mapping]] = ...) -> None: ...
+    num_hit_tokens: int
+    tiers: _containers.RepeatedCompositeFieldContainer[KvTierStats]
+    def __init__(self, blocks_free: _Optional[int] = ..., blocks_held: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_total: _Optional[int] = ..., num_running_seqs: _Optional[int] = ..., num_waiting_requests: _Optional[int] = ..., num_requests: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., num_decode_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., kv_bytes_sent: _Optional[int] = ..., kv_bytes_received: _Optional[int] = ..., step_cost: _Optional[_Union[StepCost, _Mapping]] = ..., num_hit_tokens: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[KvTierStats, _Mapping]]] = ...) -> None: ...
+
+class KvTierStats(_message.Message):
+    __slots__ = ("tier", "blocks_kept", "blocks_total", "num_hit_tokens")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_KEPT_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    NUM_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    blocks_kept: int
+    blocks_total: int
+    num_hit_tokens: int
+    def __init__(self, tier: _Optional[str] = ..., blocks_kept: _Optional[int] = ..., blocks_total: _Optional[int] = ..., num_hit_tokens: _Optional[int] = ...) -> None: ...
 
 class StepCost(_message.Message):
     __slots__ = ("fixed_s", "prompt_token_s", "attended_s", "sequence_s", "kv_token_s")

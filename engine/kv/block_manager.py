@@ -24,6 +24,7 @@ from cluster import prefix_hash
 from cluster.kv_groups import KvGroup
 from engine.kv.cache_events import MAX_CHANGES, CacheChanges, CacheEvents
 from engine.kv.errors import BlockAccountingError, NoFreeBlocks
+from engine.kv.kv_tier import KvTierName
 
 MOST_STEPS = 2
 """Steps that run at a time, at most: one, and one that was launched behind it."""
@@ -51,6 +52,8 @@ class BlockManager:
         self._digests: dict[int, bytes] = {}  # content of full blocks, also of private twins of a published block
         self._published: list[dict[bytes, int]] = [{} for _ in groups]
         self._group_of = [0] * num_blocks  # of those with a digest
+        self.hit_tokens = Counter[KvTierName]()
+        """Tokens found for sequences since the start, by where they were."""
         self._changes: CacheChanges | None = None  # None: nobody watches the cache
         self._released_in_steps: deque[list[list[int]]] = deque()  # of each step that runs, the oldest first
 
@@ -177,11 +180,9 @@ class BlockManager:
 
     def match_prefix(self, token_ids: Sequence[int], salt: bytes = b"", num_landing: int = 0) -> list[int]:
         """Finds the longest run of published blocks that `token_ids` starts with, and takes a reference on each.
-
         Returns the beginning of a block table. The last token is never covered: computing it is what gives the logits
         of the next one. Of a window, blocks are found as far as the token behind the run sees them, or the one behind
-        `num_landing` tokens, if the others' KV is computed elsewhere.
-        """
+        `num_landing` tokens, if the others' KV is computed elsewhere."""
         if not self.enable_prefix_cache:
             return []
         everything = [known for known, group in zip(self._published, self.groups, strict=True) if group.window is None]
@@ -204,6 +205,10 @@ class BlockManager:
             self._cached.pop(block, None)
             self._refcounts[block] += 1
         return table
+
+    def count_hits(self, table: Sequence[int]) -> None:
+        """Counts what `match_prefix` has found, once it is used."""
+        self.hit_tokens["device"] += len(table) // len(self.groups) * self.block_size
 
     def _num_usable(self, digests: Sequence[bytes], num_landing: int) -> int:
         """The most of these blocks behind which every group has what a token sees."""
@@ -234,8 +239,7 @@ class BlockManager:
 
         Of the first `num_landed`, computed elsewhere, a window may hold no more than the token behind them sees.
         Idempotent, and cheap when repeated: hashing goes on where an earlier call stopped. Where an equal block is
-        published already, this sequence's own stays private.
-        """
+        published already, this sequence's own stays private."""
         if not self.enable_prefix_cache:
             return
         count, size = len(self.groups), self.block_size
@@ -293,10 +297,8 @@ class BlockManager:
         return next((digest for digest in known if digest is not None), None)
 
     def flush_cache(self) -> int:
-        """Makes every published block unfindable, and free unless it is held; returns how many there were.
-
-        Owners keep what they hold, and publish what they fill from now on.
-        """
+        """Makes every published block unfindable, and free unless it is held; returns how many there were. Owners keep
+        what they hold, and publish what they fill from now on."""
         num_published = sum(map(len, self._published))
         self._evict(len(self._cached))
         self._report_evicted(self._published[0])
@@ -319,10 +321,8 @@ class BlockManager:
         return self._changes is not None and self._changes.has_stored
 
     def take_cache_events(self) -> CacheEvents | None:
-        """The changes of `cached_hashes` since the last call, or since the watch began; None without any.
-
-        A snapshot of all hashes once more than `most_changes` changes have waited.
-        """
+        """The changes of `cached_hashes` since the last call, or since the watch began; None without any. A snapshot of
+        all hashes once more than `most_changes` changes have waited."""
         return self._changes.take(lambda: self.cached_hashes) if self._changes is not None else None
 
     def have_arrived(self, blocks: Iterable[int]) -> bool | None:

@@ -13,7 +13,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
+from typing import Literal
 
+KvTierName = Literal["device", "host", "disk"]
+"""Where KV lies: in the device's pool, or in a tier below it."""
 TierKey = tuple[int, bytes]
 """The group of layers, and the digest (`cluster.prefix_hash`) of a full block's tokens and all before them."""
 

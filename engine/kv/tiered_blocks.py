@@ -25,7 +25,7 @@ from itertools import chain, islice, takewhile
 from cluster import prefix_hash
 from cluster.kv_groups import KvGroup
 from engine.kv.block_manager import BlockManager
-from engine.kv.kv_tier import BlockMove, KvTier, MoveKind, TierKey
+from engine.kv.kv_tier import BlockMove, KvTier, KvTierName, MoveKind, TierKey
 
 MOST_BLOCKS = 64
 """Blocks of one move: the next one begins when it has ended."""
@@ -142,6 +142,16 @@ class TieredBlocks(BlockManager):
     def _kind_of(self, key: TierKey) -> MoveKind:
         """The way up of what is not in the pool."""
         return MoveKind.LOAD if key in self.host else MoveKind.READ
+
+    def count_hits(self, table: Sequence[int]) -> None:
+        if not self._arriving:
+            return super().count_hits(table)
+        count = len(self.groups)
+        for row in range(0, len(table), count):
+            arriving = [self._arriving[block] for block in table[row : row + count] if block in self._arriving]
+            kinds = set(map(self._kind_of, arriving))
+            tier: KvTierName = "disk" if MoveKind.READ in kinds else "host" if kinds else "device"
+            self.hit_tokens[tier] += self.block_size
 
     def _find(self, token_ids: Sequence[int], salt: bytes) -> tuple[list[int], dict[int, TierKey]]:
         """The longest table that pool and tier have together, and the keys of what the pool lacks, by its place in the

@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from reference_engine import Engine
 from workers import Worker, hand_off, merged, running, sampling
 
+from cluster.pb import worker_pb2
 from engine.kv.block_manager import BlockManager
 from engine.sampling.params import SamplingParams
 
@@ -36,6 +37,11 @@ def tier_of(address: str) -> Mapping[str, float]:
     return {s.labels["event"]: s.value for f in families for s in f.samples if s.name == "baton_kv_tier_events_total"}
 
 
+def found_in(stats: worker_pb2.WorkerStats) -> dict[str, int]:
+    """Tokens that a worker has found, by tier."""
+    return {"device": stats.num_hit_tokens} | {tier.tier: tier.num_hit_tokens for tier in stats.tiers}
+
+
 @pytest.mark.timeout(180)
 def test_prompts_that_come_back_are_loaded_and_their_outputs_are_the_same(tmp_path: Path) -> None:
     prompts = [prompt_of(number) for number in range(NUM_PROMPTS)]
@@ -52,6 +58,12 @@ def test_prompts_that_come_back_are_loaded_and_their_outputs_are_the_same(tmp_pa
                 cached.append(next(e.completed.usage.cached_tokens for e in events if e.HasField("completed")))
         assert cached[:NUM_PROMPTS] == [0] * NUM_PROMPTS
         assert min(cached[NUM_PROMPTS:]) >= 384, "all but the last block of each prompt was found"
+        status = cluster.wait_for(lambda _: sum(found_in(cluster.stats(PREFILL)).values()) == sum(cached))
+        found = found_in(cluster.stats(PREFILL))
+        assert found["host"] > found["device"], f"the pool holds two of six prompts: {found}"
+        info = next(w.info for w in status.workers if w.worker_id == PREFILL)
+        assert (info.host_bytes, info.disk_bytes) == (400 * BLOCK_BYTES, 0)
+        assert info.pool_bytes == POOL // 16 * BLOCK_BYTES
 
 
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

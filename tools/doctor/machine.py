@@ -137,11 +137,12 @@ def transport(subject: Subject) -> Iterator[Finding]:
 
 @check()
 def memory(subject: Subject) -> Iterator[Finding]:
-    """Whether each worker's weights and KV pool fit, as `baton config explain` has them, and all of them together."""
+    """Whether each worker's weights, KV pool and host memory fit, as `baton config explain` has them, and all of them
+    together."""
     if _runs(subject) and not _has_no_device(subject):
         yield skipped(f"the cluster runs, at {subject.cluster.address}, and has its memory; see `kv-pools`")
         return
-    total = 0
+    total = host_bytes = 0
     remedy = "see `baton config explain`; lower kv_cache_tokens, or raise tensor_parallel"
     answers = yield from _answers(subject, "memory", remedy)
     for role, plan in answers:
@@ -149,6 +150,10 @@ def memory(subject: Subject) -> Iterator[Finding]:
         num_ranks = roles.prefill.devices if role == "prefill" else roles.decode.devices
         takes = plan["weight_bytes"] + plan["activation_bytes"] + plan["pool_bytes"]
         total += num_ranks * takes
+        host_bytes += num_ranks * plan["host_bytes"]
+        if plan["host_bytes"]:
+            size = format_bytes(num_ranks * plan["host_bytes"])
+            yield ok(f"{role}: {size} of host memory for KV that the pools evict", host_bytes=plan["host_bytes"])
         tokens = plan["num_blocks"] * plan["block_size"]
         yield ok(
             f"{role}: {count_of(num_ranks, 'rank')} of {format_bytes(takes)}, with a KV pool of {tokens:,} tokens each",
@@ -156,11 +161,36 @@ def memory(subject: Subject) -> Iterator[Finding]:
             pool_tokens=tokens,
         )
     free = _available_bytes()
-    if total > free and not uses_gpu(subject):
+    total = host_bytes + (0 if uses_gpu(subject) else total)
+    if total > free:
         yield warning(
             f"all workers take {format_bytes(total)} together, and this machine has {format_bytes(free)} free",
-            "name fewer devices, lower engine.kv_cache_tokens, or join more machines",
+            "name fewer devices, lower engine.kv_cache_tokens or engine.kv_host_bytes, or join more machines",
         )
+
+
+@check()
+def kv_disk(subject: Subject) -> Iterator[Finding]:
+    """Whether the folder of the KV that workers keep on a disk can be written, and has room for all of them."""
+    num_ranks = {str(role): subject.serving.role(role).devices for role in ROLES}
+    answers = yield from _answers(subject, "memory", "see `memory`")
+    by_path: dict[str, list[tuple[str, Any]]] = {}
+    for role, plan in answers:
+        if plan["disk_bytes"]:
+            by_path.setdefault(plan["disk_path"], []).append((role, plan))
+    if answers and not by_path:
+        yield skipped("no worker keeps KV on a disk: engine.kv_disk_bytes is 0")
+    for path, plans in by_path.items():
+        plan, needed = plans[0][1], sum(num_ranks[role] * plan["disk_bytes"] for role, plan in plans)
+        found = f"{path}: {format_bytes(needed)} for KV of {', '.join(role for role, _ in plans)} workers"
+        if not plan["disk_is_writable"]:
+            yield problem(f"{found}; it cannot be written", "chown or chmod it, or name another engine.kv_disk_path")
+        elif needed > plan["disk_free_bytes"]:
+            free = format_bytes(plan["disk_free_bytes"])
+            remedy = "lower engine.kv_disk_bytes, free some space, or name another engine.kv_disk_path"
+            yield warning(f"{found}, and {free} free: what does not fit is computed again", remedy, needed_bytes=needed)
+        else:
+            yield ok(f"{found}, of {format_bytes(plan['disk_free_bytes'])}", needed_bytes=needed)
 
 
 @check()

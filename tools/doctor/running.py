@@ -18,6 +18,7 @@ from tools.doctor.subject import Subject, fetch
 
 _READY = admin_pb2.WorkerStatus.STATE_READY
 _MAX_SKEW_S = 1.0
+_TIERS = {"host": "host memory", "disk": "its disk's file"}
 _SEE_LOG = "look at `baton status` and at its log (log_dir)"
 
 
@@ -146,7 +147,8 @@ def transports(subject: Subject) -> Iterator[Finding]:
 
 @check(Half.CLUSTER, needs_config=False)
 def kv_pools(subject: Subject) -> Iterator[Finding]:
-    """Room in each worker's KV pool, and slots of pairs that do not close."""
+    """Room in each worker's KV pool, what the tiers below it keep and whether copies failed, and slots of pairs that do
+    not close."""
     there = [w for w in subject.status.workers if w.state == _READY and w.stats.blocks_total]
     for worker in there:
         info, stats = worker.info, worker.stats
@@ -159,7 +161,12 @@ def kv_pools(subject: Subject) -> Iterator[Finding]:
             yield warning(f"{found}: requests wait or are preempted", "add decode workers, or raise kv_cache_tokens")
         else:
             yield ok(found, tokens=tokens, free_tokens=free)
-    yield from _quarantined(subject, {w.worker_id: w.info.metrics_address for w in there if w.info.metrics_address})
+        for tier in stats.tiers:
+            kept = f"{tier.blocks_kept:,} of {tier.blocks_total:,} blocks kept"
+            found = f"{worker.worker_id}: {kept} in {_TIERS.get(tier.tier, tier.tier)}"
+            yield ok(f"{found}, {tier.num_hit_tokens:,} tokens found there", hit_tokens=tier.num_hit_tokens)
+    addresses = {w.worker_id: w.info.metrics_address for w in there if w.info.metrics_address}
+    yield from _troubles(subject, addresses)
 
 
 @check(Half.CLUSTER, needs_config=False)
@@ -224,7 +231,7 @@ def _baton_versions(subject: Subject) -> Iterator[Finding]:
             yield ok(f"the router is Baton {theirs}, as this is")
 
 
-def _quarantined(subject: Subject, addresses: Mapping[str, str]) -> Iterator[Finding]:
+def _troubles(subject: Subject, addresses: Mapping[str, str]) -> Iterator[Finding]:
     for worker_id, page in subject.cluster.pages(addresses).items():
         if isinstance(page, str):
             found = f"{worker_id}: its metrics page could not be read: {page}"
@@ -232,3 +239,6 @@ def _quarantined(subject: Subject, addresses: Mapping[str, str]) -> Iterator[Fin
         elif held := page.total("baton_kv_quarantined_bytes"):
             remedy = "if it stays, restart the worker (`baton drain`, then `baton apply`)"
             yield warning(f"{worker_id}: {held:,.0f} bytes of slots belong to pairs that do not close", remedy)
+        elif failed := page.total("baton_kv_tier_events_total", event="failed"):
+            remedy = "look at its log: the disk may be full, or damaged; prompts are computed instead"
+            yield warning(f"{worker_id}: copies of {failed:,.0f} KV blocks between its tiers failed", remedy)

@@ -106,6 +106,19 @@ def test_the_sum_is_written_for_people(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("in_this_process")
+def test_host_memory_and_disk_are_told_for_each_rank_and_for_all_of_them(tmp_path: Path) -> None:
+    below = f"kv_host_bytes: 6553600, kv_disk_bytes: 20000000, kv_disk_path: {tmp_path}/kv"
+    file = write(tmp_path, engine=f"{ENGINE[:-1]}, {below}}}", roles="{prefill: {devices: 2}}")
+    told = explained(file)["prefill"]
+    text = " ".join(baton("config", "explain", file).stdout.split())
+    assert (told["num_host_blocks"], told["host_bytes"]) == (200, 6_553_600), "32 kB each, in bfloat16"
+    assert told["disk_bytes"] == told["num_disk_blocks"] * (32768 + 4096) <= 20_000_000
+    assert told["disk_path"] == f"{tmp_path}/kv" and told["disk_is_writable"]
+    assert "host memory 6.6 MB 3,200 tokens, 200 blocks; the role takes 13.1 MB of this machine, " in text
+    assert f"the role takes {format_bytes(2 * told['disk_bytes'])} in {tmp_path}/kv, " in text
+
+
+@pytest.mark.usefixtures("in_this_process")
 def test_a_role_without_workers_has_nothing_to_share_out(tmp_path: Path) -> None:
     file = write(tmp_path, roles="{prefill: {devices: 0, min_workers: 0}}")
 

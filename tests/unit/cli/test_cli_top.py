@@ -91,6 +91,14 @@ def test_it_is_printed_once_where_the_output_is_no_terminal(router: ScriptedRout
     assert words(out, "rejected") == "rejected q 0.0 ms - 0 0 0 -"
 
 
+def test_tiers_below_the_pools_have_a_column_each(router: ScriptedRouter) -> None:
+    router.status, router.activity = cluster(), activity()
+    router.status.workers[0].stats.tiers.add(tier="host", blocks_kept=30, blocks_total=40)
+    out = baton("top", "--address", router.address).stdout
+    assert words(out, "worker role").endswith(" host")
+    assert words(out, "decode-0 decode").endswith(" 75%") and words(out, "prefill-0 prefill").endswith(" -")
+
+
 @pytest.mark.parametrize("command", ["top", "status"])
 def test_a_cluster_without_its_controller_says_what_that_means(router: ScriptedRouter, command: str) -> None:
     router.status, router.activity = cluster(), activity()

@@ -9,6 +9,7 @@ import pytest
 from cluster.kv_groups import KvGroup
 from cluster.lifecycle import RequestKey
 from engine.kv.block_manager import BlockManager
+from engine.kv.tiered_blocks import TieredBlocks
 from engine.sampling.params import SamplingParams
 from engine.sequence import Request, Sequence, claim_blocks, cover_blocks, most_blocks, settle_blocks
 from engine.step_input import table_of
@@ -95,3 +96,29 @@ def test_a_cached_prefix_counts_its_tokens_once_however_many_groups_have_blocks_
     second = sequence_of(20)
     assert claim_blocks(second, blocks)
     assert second.num_cached_tokens == second.num_computed_tokens == 16 and len(second.block_table) == 2 * 5
+
+
+def test_hits_are_counted_in_tokens_by_where_they_were_found_and_only_if_the_prompt_fits() -> None:
+    def settle() -> None:
+        while moves := blocks.take_moves():
+            for move in moves:
+                blocks.moved(move)
+
+    def ask(first: int, num_tokens: int = 5) -> bool:
+        request = Request(RequestKey("r", 1), (first, *range(1, num_tokens)), SamplingParams(max_output_tokens=1))
+        sequence = Sequence.root(request, 0)
+        if not claim_blocks(sequence, blocks):
+            return False
+        if blocks.have_arrived(sequence.block_table[: sequence.num_cached_tokens // 2]) is None:
+            settle()
+        sequence.num_computed_tokens = num_tokens
+        settle_blocks(sequence, blocks, sequence.num_cached_tokens)
+        blocks.release(sequence.block_table)
+        settle()
+        return True
+
+    blocks = TieredBlocks(4, 2, num_slots=8, num_disk_slots=32, num_ahead=4)
+    assert all(map(ask, range(100, 106))) and not blocks.hit_tokens.total()
+    assert not ask(105, num_tokens=11) and not blocks.hit_tokens.total()
+    for first, tier in ((105, "device"), (102, "host"), (100, "disk")):
+        assert ask(first) and blocks.hit_tokens.pop(tier) == 4 and not blocks.hit_tokens.total()

@@ -21,6 +21,7 @@ from scripted_router import ROOT
 from benchmarks.redis_server import RedisServer, running_redis
 from cluster.api_keys import ApiKey, digest_of, render_keys
 from cluster.pb import admin_pb2, worker_pb2
+from cluster.program import free_memory_bytes
 from tools.doctor import machine, network, running
 from tools.doctor.check import Result, exit_code
 from tools.doctor.subject import DoctorOptions, Subject
@@ -130,6 +131,33 @@ def test_a_driver_that_torch_does_not_use_is_named(tmp_path: Path, monkeypatch: 
         (found,) = machine.device.run(facts(subject, monkeypatch, torch=torch, gpus=[]))
     assert found.result is Result.WARNING
     assert found.found.startswith("there is an NVIDIA driver here, but torch 2.13.0+cpu sees no GPU")
+
+
+# KV below the pools
+
+
+def test_host_memory_of_all_workers_that_is_not_there_is_named(tmp_path: Path) -> None:
+    half = free_memory_bytes() // 2
+    path = write_config(tmp_path, engine={"kv_host_bytes": half}, roles={"prefill": {"devices": 3}})
+    result = ask(path, "memory")["memory"]
+    found = the_warning(result)
+    assert found.found.startswith("all workers take ") and "engine.kv_host_bytes" in found.remedy
+    own = [finding.found for finding in result.findings if "of host memory" in finding.found]
+    assert own[0].startswith("prefill: ") and own[1].startswith("decode: "), result
+
+
+def test_a_disk_without_room_for_all_workers_and_one_that_cannot_be_written_are_named(tmp_path: Path) -> None:
+    below = {"kv_host_bytes": 1_000_000, "kv_disk_bytes": 2**58, "kv_disk_path": str(tmp_path / "kv")}
+    found = the_warning(ask(write_config(tmp_path, engine=below), "kv-disk")["kv-disk"])
+    assert found.found.startswith(f"{tmp_path}/kv: ") and "KV of prefill, decode workers" in found.found
+    assert "lower engine.kv_disk_bytes" in found.remedy
+    (tmp_path / "file").touch()
+    small = {**below, "kv_disk_bytes": 1_000_000, "kv_disk_path": str(tmp_path / "file" / "kv")}
+    found = the_problem(ask(write_config(tmp_path, engine=small), "kv-disk")["kv-disk"])
+    assert "it cannot be written" in found.found and "engine.kv_disk_path" in found.remedy
+    there = {**small, "kv_disk_path": str(tmp_path)}
+    assert ask(write_config(tmp_path, engine=there), "kv-disk")["kv-disk"].result is Result.OK
+    assert ask(write_config(tmp_path), "kv-disk")["kv-disk"].result is Result.SKIPPED
 
 
 # 8: shared memory

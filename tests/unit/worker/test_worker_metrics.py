@@ -26,16 +26,7 @@ from prefill_worker.sender import Sender
 from worker import metrics as module
 from worker.handoff_connection import ConnectionState
 from worker.handoff_metrics import MAX_HANDOFFS, HandoffMetrics
-from worker.metrics import (
-    LANDING_SLOTS,
-    METRICS,
-    PAIR_STATES,
-    SEND_SLOTS,
-    HeldCollector,
-    HeldResources,
-    TierUse,
-    ask,
-)
+from worker.metrics import LANDING_SLOTS, METRICS, PAIR_STATES, SEND_SLOTS, HeldCollector, HeldResources, TierUse, ask
 
 ROOT = Path(__file__).resolve().parents[3]
 HELD = HeldResources(
@@ -44,6 +35,7 @@ HELD = HeldResources(
     landing_slots={"free": 6, "posted": 2},
     blocks={"free": 10, "held": 5, "cached": 1},
     num_preemptions=7,
+    hit_tokens={"device": 640, "host": 32, "disk": 0},
     tier=TierUse(
         {("host", "free"): 3, ("host", "moving"): 1, ("host", "kept"): 9, ("disk", "kept"): 2},
         TierCounts(saved=20, loaded=8, unsaved=2),
