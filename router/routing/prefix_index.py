@@ -11,8 +11,9 @@ is seen by those that choose among workers: by its cache, its pool and what its 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterator, Sequence
+from itertools import islice, repeat
+from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 from cluster.pb import worker_pb2
@@ -21,6 +22,7 @@ from cluster.step_cost import StepCost
 
 MOST_MASKS = 16_384
 """Sets of workers of which blocks share one object."""
+_FIRST_BYTE = itemgetter(0)
 
 
 class Step(NamedTuple):
@@ -136,28 +138,34 @@ class Holders:
             yield worker_id
             holding ^= bit
 
-    def add(self, bit: int, hashes: Iterable[bytes]) -> None:
+    def add(self, bit: int, hashes: Sequence[bytes]) -> None:
+        """A worker holds these blocks, some of which it may hold already."""
         self.version += 1
         tables, alone, last, mask = self._tables, self._shared(bit), -1, 0
-        for block_hash in hashes:
-            table = tables[block_hash[0]]
-            held = table.setdefault(block_hash, alone)  # most blocks are held by one worker
+        own = map(tables.__getitem__, map(_FIRST_BYTE, hashes))
+        before = list(map(dict.setdefault, own, hashes, repeat(alone)))  # all in one go: most are held by one worker
+        if before.count(alone) == len(before):
+            return
+        for block_hash, held in zip(hashes, before, strict=True):
             if held is alone:
                 continue
             if held is not last:  # neighbours are mostly held by the same workers
                 last, mask = held, self._shared(held | bit)
-            table[block_hash] = mask
+            tables[block_hash[0]][block_hash] = mask
 
-    def remove(self, bit: int, hashes: Iterable[bytes]) -> None:
+    def remove(self, bit: int, hashes: Sequence[bytes]) -> None:
+        """A worker holds these blocks no longer."""
         self.version += 1
         tables, last, mask = self._tables, -1, 0
-        for block_hash in hashes:
-            table = tables[block_hash[0]]
-            held = table.pop(block_hash, 0)
+        own = map(tables.__getitem__, map(_FIRST_BYTE, hashes))
+        before = list(map(dict.pop, own, hashes, repeat(bit)))  # as above
+        if before.count(bit) == len(before):
+            return
+        for block_hash, held in zip(hashes, before, strict=True):
             if held is not last:
                 last, mask = held, self._shared(held & ~bit)
             if mask:
-                table[block_hash] = mask
+                tables[block_hash[0]][block_hash] = mask
 
     def mask_of(self, block_hash: bytes) -> int:
         """The bits of the workers that hold a block."""
@@ -176,6 +184,9 @@ class Holders:
         first, so that a gap is rare.
         """
         depths, holding = Depths(self, hashes), -1  # at first every worker, of no block
+        if hashes.num_blocks and not self.mask_of(hashes.of_first(1)):
+            depths.groups.append((0, holding))
+            return depths
         for group in range(hashes.num_groups):
             is_whole = (group + 1) * GROUP <= hashes.num_blocks
             still = holding & self.mask_of(hashes.end_of_group(group)) if is_whole else 0
@@ -193,7 +204,7 @@ class PromptHashes:
     """Hashes of one prompt under its tenant's salt, for each block size that workers have.
 
     Each is computed once, and only when some worker holds the blocks before it: for a long prompt that no worker has
-    cached, only those of the first group."""
+    cached, only that of the first block."""
 
     def __init__(self, token_ids: Sequence[int], salt: bytes) -> None:
         self._token_ids = token_ids
@@ -263,13 +274,12 @@ class PrefixIndex:
         if events.evicted:
             self.holders.remove(bit, [h for h in events.evicted if hashes.pop(h, bit) is None])
         if events.stored:
-            new = dict.fromkeys(events.stored)
-            if not hashes.keys().isdisjoint(new):
-                new = dict.fromkeys(h for h in new if h not in hashes)
-            if len(new) > (room := max(0, self._num_blocks - len(hashes))):
-                new = dict.fromkeys(islice(new, room))
-            hashes.update(new)
-            self.holders.add(bit, new)
+            stored: Sequence[bytes] = events.stored
+            if len(hashes) + len(stored) > self._num_blocks:
+                new = dict.fromkeys(h for h in stored if h not in hashes)
+                stored = list(islice(new, max(0, self._num_blocks - len(hashes))))
+            hashes.update(dict.fromkeys(stored))
+            self.holders.add(bit, stored)
         return True
 
     def close(self) -> None:
@@ -282,7 +292,7 @@ class PrefixIndex:
         return self.block_size * prompt.depths(self.holders, self.block_size).of(self.bit)
 
     def _forget(self) -> None:
-        self.holders.remove(self.bit, self._hashes)
+        self.holders.remove(self.bit, list(self._hashes))
         self._hashes.clear()
 
 
