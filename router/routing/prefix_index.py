@@ -184,9 +184,6 @@ class Holders:
         first, so that a gap is rare.
         """
         depths, holding = Depths(self, hashes), -1  # at first every worker, of no block
-        if hashes.num_blocks and not self.mask_of(hashes.of_first(1)):
-            depths.groups.append((0, holding))
-            return depths
         for group in range(hashes.num_groups):
             is_whole = (group + 1) * GROUP <= hashes.num_blocks
             still = holding & self.mask_of(hashes.end_of_group(group)) if is_whole else 0
@@ -204,7 +201,7 @@ class PromptHashes:
     """Hashes of one prompt under its tenant's salt, for each block size that workers have.
 
     Each is computed once, and only when some worker holds the blocks before it: for a long prompt that no worker has
-    cached, only that of the first block."""
+    cached, only those of the first group."""
 
     def __init__(self, token_ids: Sequence[int], salt: bytes) -> None:
         self._token_ids = token_ids
