@@ -94,6 +94,11 @@ def flush(
     as_json: AsJson = False,
 ) -> None:
     """Empty the prefix caches of workers; requests that run are not disturbed."""
+    flush_workers(admin, workers or [], as_json=as_json)
+
+
+def flush_workers(admin: AdminOptions, workers: list[str], *, as_json: bool) -> None:
+    """Empties the prefix caches of these workers, or of all that are ready."""
     with outcome(), admin.connect() as client:
         from cluster.pb.admin_pb2 import FlushPrefixCacheRequest
 

@@ -176,13 +176,13 @@ def _print_table(described: dict[str, Any]) -> None:
         table.add_row(*_row(worker))
     console.print(table)
     if any(len(worker["kv_tiers"]) > 1 for worker in described["workers"]):
-        console.print(_tier_table(described["workers"]))
+        console.print(tier_table(described["workers"]))
     for worker in described["workers"]:
         if worker["refusal"]:
             console.print(f"{worker['worker_id']} is not used: {worker['refusal']}")
 
 
-def _tier_table(workers: list[dict[str, Any]]) -> Table:
+def tier_table(workers: list[dict[str, Any]]) -> Table:
     """What each worker keeps where, and how many tokens of prompts were found there."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table

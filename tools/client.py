@@ -244,6 +244,12 @@ class BatonClient(ClientConnection):
         response: admin_pb2.GetActivityResponse = self._call(self._admin.GetActivity, request)
         return response
 
+    def cache(self, num_prefixes: int) -> admin_pb2.GetCacheResponse:
+        """How much of this router's prompts was cached, and so many of the prefixes that they share."""
+        request = admin_pb2.GetCacheRequest(num_prefixes=num_prefixes)
+        response: admin_pb2.GetCacheResponse = self._call(self._admin.GetCache, request)
+        return response
+
     def health(self) -> str:
         """SERVING or NOT_SERVING."""
         answer = self._call(self._health.Check, health_pb2.HealthCheckRequest())

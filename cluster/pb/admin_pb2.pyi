@@ -232,6 +232,46 @@ class WorkerRates(_message.Message):
     kv_received_bytes_per_s: float
     def __init__(self, worker_id: _Optional[str] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_tokens_per_s: _Optional[float] = ..., kv_sent_bytes_per_s: _Optional[float] = ..., kv_received_bytes_per_s: _Optional[float] = ...) -> None: ...
 
+class GetCacheRequest(_message.Message):
+    __slots__ = ("num_prefixes",)
+    NUM_PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    num_prefixes: int
+    def __init__(self, num_prefixes: _Optional[int] = ...) -> None: ...
+
+class GetCacheResponse(_message.Message):
+    __slots__ = ("tenants", "prefixes")
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantCache]
+    prefixes: _containers.RepeatedCompositeFieldContainer[SharedPrefix]
+    def __init__(self, tenants: _Optional[_Iterable[_Union[TenantCache, _Mapping]]] = ..., prefixes: _Optional[_Iterable[_Union[SharedPrefix, _Mapping]]] = ...) -> None: ...
+
+class TenantCache(_message.Message):
+    __slots__ = ("tenant", "num_requests", "num_prompt_tokens", "num_cached_tokens")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    num_requests: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    def __init__(self, tenant: _Optional[str] = ..., num_requests: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
+
+class SharedPrefix(_message.Message):
+    __slots__ = ("hash", "tenant", "num_tokens", "num_requests", "worker_ids")
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    WORKER_IDS_FIELD_NUMBER: _ClassVar[int]
+    hash: bytes
+    tenant: str
+    num_tokens: int
+    num_requests: int
+    worker_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, hash: _Optional[bytes] = ..., tenant: _Optional[str] = ..., num_tokens: _Optional[int] = ..., num_requests: _Optional[int] = ..., worker_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class SetWorkersRequest(_message.Message):
     __slots__ = ("workers", "config_version", "needs_prefill", "run_time_settings", "admin_address")
     WORKERS_FIELD_NUMBER: _ClassVar[int]

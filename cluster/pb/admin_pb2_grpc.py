@@ -45,6 +45,11 @@ class StatusServiceStub(object):
                 request_serializer=cluster_dot_pb_dot_admin__pb2.GetActivityRequest.SerializeToString,
                 response_deserializer=cluster_dot_pb_dot_admin__pb2.GetActivityResponse.FromString,
                 _registered_method=True)
+        self.GetCache = channel.unary_unary(
+                '/baton.admin.v1.StatusService/GetCache',
+                request_serializer=cluster_dot_pb_dot_admin__pb2.GetCacheRequest.SerializeToString,
+                response_deserializer=cluster_dot_pb_dot_admin__pb2.GetCacheResponse.FromString,
+                _registered_method=True)
 
 
 class StatusServiceServicer(object):
@@ -64,6 +69,13 @@ class StatusServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetCache(self, request, context):
+        """Returns how much of prompts was cached, and what they have in common.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_StatusServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -76,6 +88,11 @@ def add_StatusServiceServicer_to_server(servicer, server):
                     servicer.GetActivity,
                     request_deserializer=cluster_dot_pb_dot_admin__pb2.GetActivityRequest.FromString,
                     response_serializer=cluster_dot_pb_dot_admin__pb2.GetActivityResponse.SerializeToString,
+            ),
+            'GetCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetCache,
+                    request_deserializer=cluster_dot_pb_dot_admin__pb2.GetCacheRequest.FromString,
+                    response_serializer=cluster_dot_pb_dot_admin__pb2.GetCacheResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -133,6 +150,33 @@ class StatusService(object):
             '/baton.admin.v1.StatusService/GetActivity',
             cluster_dot_pb_dot_admin__pb2.GetActivityRequest.SerializeToString,
             cluster_dot_pb_dot_admin__pb2.GetActivityResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.admin.v1.StatusService/GetCache',
+            cluster_dot_pb_dot_admin__pb2.GetCacheRequest.SerializeToString,
+            cluster_dot_pb_dot_admin__pb2.GetCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -62,6 +62,9 @@ class StatusService:
         activity.rates.extend(self._rates.rates())
         return activity
 
+    async def GetCache(self, request: admin_pb2.GetCacheRequest, call: Call) -> admin_pb2.GetCacheResponse:
+        return self._activity.prefix_use.response(request, self._dispatcher.fleet.holders)
+
     async def keep_time(self) -> None:
         """Runs for ever: once a second, closes the current second of the activity."""
         while True:

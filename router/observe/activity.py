@@ -17,6 +17,7 @@ from itertools import islice
 from cluster.lifecycle import RequestState
 from cluster.pb import admin_pb2, worker_pb2
 from router.observe.counters import OUTCOMES
+from router.observe.prefix_use import PrefixUse
 from router.stream.request import LiveRequest, RequestObserver
 
 KEPT_SECONDS = 300
@@ -111,6 +112,8 @@ class Activity(RequestObserver):
         self._minute: tuple[admin_pb2.ActivitySecond, dict[Pair, _HandOffs]] | None = None
         """The sum of the last minute, kept until the next tick."""
 
+        self.prefix_use = PrefixUse()
+
     def on_first_token(self, seconds: float, num_prompt_tokens: int) -> None:
         self._second.ttft.add(seconds)
         self._second.num_prompt_tokens += num_prompt_tokens
@@ -122,6 +125,7 @@ class Activity(RequestObserver):
             self._second.itl.add(interval_s / count)
 
     def on_end(self, live: LiveRequest) -> None:
+        self.prefix_use.count(live)
         self._num_requests += 1
         self._requests.append(_life_of(live, self._num_requests))
         placement, lifecycle = live.placement, live.lifecycle

@@ -78,7 +78,8 @@ class Fleet:
         self._make_client = make_client
         self._rng = rng
         self._dead_after_s = dead_after_s
-        self._holders = Holders()
+        self.holders = Holders()
+        """Which worker has which blocks cached."""
         self._run_time_settings = ""
         self._num_requests = num_requests
         self._workers: dict[str, WorkerClient] = {}
@@ -213,7 +214,7 @@ class Fleet:
                     address.role,
                     self._callbacks,
                     self._dead_after_s,
-                    self._holders,
+                    self.holders,
                     self.tls,
                     self.token,
                     open_channel=self._open_channel,

@@ -11,7 +11,7 @@ is seen by those that choose among workers: by its cache, its pool and what its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import islice, repeat
 from operator import itemgetter
 from typing import NamedTuple, Protocol
@@ -213,6 +213,11 @@ class PromptHashes:
     @property
     def salt(self) -> bytes:
         return self._salt
+
+    @property
+    def block_sizes(self) -> Collection[int]:
+        """Those of which somebody has asked for hashes."""
+        return self._by_block_size.keys()
 
     def first_tokens(self, num_tokens: int) -> Sequence[int]:
         return self._token_ids[:num_tokens]

@@ -79,6 +79,7 @@ class ScriptedRouter(generation_pb2_grpc.GenerationServiceServicer, admin_pb2_gr
         self.go_on = threading.Event()
         self.status = admin_pb2.GetStatusResponse()
         self.activity = admin_pb2.GetActivityResponse()
+        self.cache = admin_pb2.GetCacheResponse()
 
     async def GenerateStream(self, request: pb.GenerateStreamRequest, context: Any) -> AsyncIterator[Event]:
         self.specs.append(request.spec)
@@ -94,6 +95,15 @@ class ScriptedRouter(generation_pb2_grpc.GenerationServiceServicer, admin_pb2_gr
             if is_cancelled:
                 self.cancelled.set()
 
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
+        """The end of what the script says."""
+        self.specs.append(request.spec)
+        try:
+            events = [event async for event in self.script(request.spec)]
+        except BatonError as error:
+            await rpc.abort(context, error)
+        return pb.GenerateResponse(usage=events[-1].completed.usage)
+
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         return pb.TokenizeResponse(token_ids=request.text.encode())
 
@@ -102,6 +112,9 @@ class ScriptedRouter(generation_pb2_grpc.GenerationServiceServicer, admin_pb2_gr
 
     async def GetActivity(self, request: admin_pb2.GetActivityRequest, context: Any) -> admin_pb2.GetActivityResponse:
         return self.activity
+
+    async def GetCache(self, request: admin_pb2.GetCacheRequest, context: Any) -> admin_pb2.GetCacheResponse:
+        return self.cache
 
     async def hello_then_wait(self, _: pb.GenerationSpec) -> AsyncIterator[Event]:
         yield started()

@@ -159,6 +159,7 @@ class WiredRouter:
     def submit(
         self,
         *,
+        text: str = "hello",
         n: int = 1,
         max_output_tokens: int = 16,
         stop: Sequence[str] = (),
@@ -174,7 +175,7 @@ class WiredRouter:
         if queue_timeout_s is not None:
             scheduling.queue_timeout.FromSeconds(queue_timeout_s)
         spec = pb.GenerationSpec(
-            text="hello",
+            text=text,
             sampling=pb.SamplingParams(n=n, temperature=1, seed=1),
             output=pb.OutputOptions(
                 text=True, token_ids=True, top_logprobs=0, prompt_logprobs=prompt_logprobs, include_timing=True
