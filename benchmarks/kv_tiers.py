@@ -2,6 +2,7 @@
 
     python -m benchmarks.kv_tiers --rounds 3 --json
     python -m benchmarks.kv_tiers --model DIR --sessions 24 --turns 4
+    python -m benchmarks.kv_tiers --rolling --sessions 12 --turns 3
 
 Sessions of agents in turn, so that each comes back after all others: one of a few system prompts, a context that grows
 with each answer and each addition, one request at a time. Their contexts together are `--times` the pool of the one
@@ -12,6 +13,10 @@ clusters of a round are measured one after the other, in an order that turns. Fo
     computed   prompt tokens that were computed, of all
     cached     prompt tokens that were cached, of those that a cache without bounds would have had
     ttft       milliseconds to the first token, of turns after the first: median and nine tenths
+
+With `--rolling`, clusters of `baton serve` with a prefill and a decode worker that are replaced, one by one, by a
+change of a rolling key under that load: what was cached of what could be, in the last turn of all sessions before the
+change, in those during it, and in the first one after it.
 """
 
 from __future__ import annotations
@@ -23,20 +28,23 @@ import random
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from benchmarks.plain_cluster import ROOT, running_router, running_workers
+from benchmarks.served_cluster import ServedCluster
 from cluster.config.diff import set_values
 from cluster.config.load import load_config
 from controller.plan import plan_cluster
 from engine.memory import kv_bytes_per_token
 from engine.models.folder import read_model
-from tools.client import BatonClient, make_spec
+from tools.client import AdminClient, BatonClient, make_spec
 
 BLOCK = 16
 MODEL = ROOT / "models" / "tiny-shakespeare"
@@ -74,18 +82,37 @@ class Measured:
     """Prompt tokens that the same session, or another one with its system prompt, had before."""
     ttft_s: tuple[float, ...] = ()
 
+    @property
+    def share(self) -> float:
+        """What was cached of what could be."""
+        return self.cached_tokens / self.known_tokens
 
-def run(client: BatonClient, load: Load, num_values: int) -> Measured:
-    """Turn by turn, each session once a turn."""
-    draw = random.Random(load.seed)
-    systems = [[draw.randrange(5, num_values) for _ in range(load.first // 2)] for _ in range(3)]
-    contexts = [list(systems[number % 3]) for number in range(load.num_sessions)]
-    measured, ttft = Measured(), []
-    for turn in range(load.num_turns):
-        for number, context in enumerate(contexts):
-            known = len(context) if turn or number >= 3 else 0
-            added = load.first - len(context) if not turn else load.more
-            context += [draw.randrange(5, num_values) for _ in range(added)]
+    @classmethod
+    def of(cls, parts: Sequence[Measured]) -> Measured:
+        sums = (
+            sum(getattr(part, name) for part in parts) for name in ("prompt_tokens", "cached_tokens", "known_tokens")
+        )
+        return cls(*sums, tuple(chain.from_iterable(part.ttft_s for part in parts)))
+
+
+class Sessions:
+    """Contexts that grow."""
+
+    def __init__(self, load: Load, num_values: int) -> None:
+        self._load, self._num_values = load, num_values
+        self._draw = random.Random(load.seed)
+        systems = [[self._draw.randrange(5, num_values) for _ in range(load.first // 2)] for _ in range(3)]
+        self._contexts = [list(systems[number % 3]) for number in range(load.num_sessions)]
+        self._turn = 0
+
+    def turn(self, client: BatonClient, *, is_kept: bool = True) -> Measured:
+        """One request of each session, one after the other; the next turn begins with it, where it `is_kept`."""
+        load, measured, ttft = self._load, Measured(), []
+        for number, kept in enumerate(self._contexts):
+            context = kept if is_kept else list(kept)
+            known = len(context) if self._turn or number >= 3 else 0
+            added = load.more if self._turn else load.first - len(context)
+            context += [self._draw.randrange(5, self._num_values) for _ in range(added)]
             spec = make_spec(context, max_output_tokens=load.output, ignore_eos=True, token_ids=True, temperature=0.0)
             begun, first = time.perf_counter(), 0.0
             for event in client.stream(spec):
@@ -97,10 +124,49 @@ def run(client: BatonClient, load: Load, num_values: int) -> Measured:
                     measured.prompt_tokens += usage.prompt_tokens
                     measured.cached_tokens += usage.cached_tokens
                     measured.known_tokens += known // BLOCK * BLOCK
-            if turn:
-                ttft.append(first)
-    measured.ttft_s = tuple(ttft)
-    return measured
+            ttft.append(first)
+        measured.ttft_s = tuple(ttft) if self._turn else ()
+        self._turn += 1
+        return measured
+
+
+def run(client: BatonClient, load: Load, num_values: int) -> Measured:
+    """Turn by turn, each session once a turn."""
+    sessions = Sessions(load, num_values)
+    return Measured.of([sessions.turn(client) for _ in range(load.num_turns)])
+
+
+def roll(args: argparse.Namespace, load: Load, values: Mapping[str, Any], num_values: int) -> dict[str, float]:
+    """A cluster whose workers are replaced one by one under the load, after which each session has one more turn."""
+    with tempfile.TemporaryDirectory(prefix="baton-tiers-") as folder:
+        served = {f"engine.{key}": value for key, value in values.items()}
+        served |= {"model.path": str(args.model), "engine.kv_disk_path": folder, "engine.block_size": BLOCK}
+        served |= {"model.max_model_len": (-(-load.most_tokens // BLOCK) + 1) * BLOCK}
+        with (
+            ServedCluster.running(ROOT / "cluster.yaml", served) as cluster,
+            BatonClient(cluster.address) as client,
+            AdminClient(cluster.admin_address) as admin,
+        ):
+            sessions, turns = Sessions(load, num_values), list[Measured]()
+            for _ in range(load.num_turns - 1):
+                turns.append(sessions.turn(client))
+            text = set_values(cluster.file.read_text(encoding="utf-8"), {"transfer.timeout_s": 5.5})
+            change = threading.Thread(target=lambda: list(admin.follow(admin.apply(text, filename=str(cluster.file)))))
+            change.start()
+            during = list[Measured]()
+            while change.is_alive():
+                during.append(sessions.turn(client, is_kept=False))
+            after = [sessions.turn(client)]
+            workers = sorted(worker.worker_id for worker in client.status().workers)
+            files = sorted(path.name for path in Path(folder).glob("*/*.rank*"))
+            print(f"{', '.join(workers)}; files: {', '.join(files)}", file=sys.stderr)
+    before = turns[-1].share
+    return {
+        "before": round(before, 3),
+        "during": round(Measured.of(during).share, 3),
+        "after": round(after[0].share, 3),
+        "of_before": round(after[0].share / before, 3),
+    }
 
 
 @contextmanager
@@ -134,6 +200,7 @@ def configurations(load: Load, times: float, bytes_per_token: int) -> dict[str, 
         "host and disk": {"kv_cache_tokens": pool, "kv_host_bytes": pool * bytes_per_token, "kv_disk_bytes": 2 * host},
         "fits, device only": {"kv_cache_tokens": whole},
         "fits, host memory": {"kv_cache_tokens": whole, "kv_host_bytes": host},
+        "fits, host and disk": {"kv_cache_tokens": whole, "kv_host_bytes": host, "kv_disk_bytes": 2 * host},
     }
 
 
@@ -146,7 +213,7 @@ def row(runs: Sequence[Measured]) -> dict[str, float]:
     return {
         "computed": median(lambda m: m.prompt_tokens - m.cached_tokens),
         "of": runs[0].prompt_tokens,
-        "cached": round(median(lambda m: m.cached_tokens / m.known_tokens), 3),
+        "cached": round(median(lambda m: m.share), 3),
         "ttft_p50_ms": round(median(lambda m: 1000 * statistics.median(m.ttft_s)), 1),
         "ttft_p90_ms": round(median(lambda m: 1000 * statistics.quantiles(m.ttft_s, n=10)[-1]), 1),
     }
@@ -163,11 +230,16 @@ def main() -> int:
     parser.add_argument("--times", type=float, default=5.0, help="contexts of all sessions, in pools")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--rolling", action="store_true", help="replace the workers of a served cluster")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     load = Load(args.sessions, args.turns, args.first, args.more, args.output, args.seed)
     config = read_model(args.model)
     wanted = configurations(load, args.times, kv_bytes_per_token(config, 1, "float32"))
+    if args.rolling:
+        for name in ("device only", "host and disk", "fits, host and disk"):
+            print(name, json.dumps(roll(args, load, wanted[name], config.vocab_size - 5)))
+        return 0
     runs: dict[str, list[Measured]] = {name: [] for name in wanted}
     for number in range(args.rounds):
         names = list(wanted)

@@ -17,6 +17,8 @@ import hashlib
 import mmap
 import os
 from collections.abc import Iterator, Sequence
+from copy import copy
+from itertools import chain, count
 from pathlib import Path
 from struct import Struct
 from typing import Any
@@ -40,31 +42,82 @@ _VERSION = 1
 _FILE = Struct("<8sII32sQ")  # magic, version, bytes of a block, namespace, epoch
 _SLOT = Struct("<8sQI16sQQ")  # magic, epoch, group, digest, bytes of the block, their checksum
 _SUM = Struct("<Q")
+_LEFT = "left"
 
 
 class DiskFolder:
-    """The files of one worker, which has them for itself while it lives: those of the first number that nobody has."""
+    """The files of the workers of one layout, by number. Each worker has a number for itself while it lives, by the
+    lock of a file that says its role, and that it was left for good once the worker has ended in peace."""
 
-    def __init__(self, folder: Path, layout: KvLayout, number: int = 0) -> None:
-        """`number`: what rank 0 has claimed; 0: claims one. Raises OSError."""
+    def __init__(self, folder: Path, layout: KvLayout, number: int = 0, role: str = "") -> None:
+        """`number`: what rank 0 has claimed; 0: claims the first one that nobody has, of this role if there is one.
+        Raises OSError."""
         self.namespace = hashlib.sha256(layout.to_proto().SerializeToString(deterministic=True)).digest()
         self._folder = folder.expanduser() / self.namespace.hex()[:16]
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.number = number
+        self.number, self._role = number, role
         self._claim: int | None = None
-        while self._claim is None and not number:
-            self.number += 1
-            self._claim = self._claimed(self.number)
+        known = sorted(self._numbers(), key=lambda each: (self._said(each)[:1] != [role], each))
+        for each in chain(known, count(1)) if not number else ():
+            if (claim := self._claimed(each)) is not None:
+                self.number, self._claim = each, claim
+                break
+        self.is_new = self._size(self.number) <= PAGE
+        """Whether nothing was found."""
 
-    def _claimed(self, number: int) -> int | None:
-        """A file whose lock ends with the process; None where somebody has it."""
-        claim = os.open(self._folder / f"{number}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def _numbers(self) -> list[int]:
+        return [int(path.stem) for path in self._folder.glob("*.lock") if path.stem.isdecimal()]
+
+    def _lock(self, number: int) -> Path:
+        return self._folder / f"{number}.lock"
+
+    def _said(self, number: int) -> list[str]:
+        """The role of whoever has or had a number, and whether it has left it."""
+        return self._lock(number).read_bytes()[:64].decode(errors="replace").split()
+
+    def _size(self, number: int) -> int:
+        return sum(path.stat().st_size for path in self._folder.glob(f"{number}.rank*"))
+
+    def _claimed(self, number: int, said: str | None = None) -> int | None:
+        """The lock of a number, which ends with the process; None where somebody has it, or (`said`) it says something
+        else."""
+        claim = os.open(self._lock(number), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(claim)
             return None
+        if said is not None and " ".join(self._said(number)) != said:
+            os.close(claim)
+            return None
+        _say(claim, self._role)
         return claim
+
+    def left_behind(self) -> DiskFolder | None:
+        """The largest files that a worker of this role has left, if they are larger than these: claims them. Raises
+        OSError."""
+        left = [each for each in self._numbers() if each != self.number and self._said(each) == [self._role, _LEFT]]
+        sizes = {each: self._size(each) for each in left}
+        for each in sorted(sizes, key=lambda each: -sizes[each]):
+            if sizes[each] > self._size(self.number) and (claim := self._claimed(each, f"{self._role} {_LEFT}")):
+                other = copy(self)
+                other.number, other._claim = each, claim
+                return other
+        return None
+
+    def remove(self) -> None:
+        """Deletes the files, and lets others have the number."""
+        for path in self._folder.glob(f"{self.number}.rank*"):
+            path.unlink()
+        if self._claim is not None:
+            _say(self._claim, "")
+        self.close()
+
+    def leave(self) -> None:
+        """Says that the worker will not come back for its files, and lets others have them."""
+        if self._claim is not None:
+            _say(self._claim, f"{self._role} {_LEFT}")
+        self.close()
 
     def close(self) -> None:
         """Lets others have the files."""
@@ -72,10 +125,10 @@ class DiskFolder:
             os.close(self._claim)
             self._claim = None
 
-    def open(self, tp_rank: int, num_slots: int, block_bytes: int) -> DiskSlots:
-        """The slots of one rank. Raises OSError."""
+    def open(self, number: int, tp_rank: int, num_slots: int, block_bytes: int) -> DiskSlots:
+        """The slots of one rank in the files of a number. Raises OSError."""
         namespace = hashlib.sha256(self.namespace + tp_rank.to_bytes(4, "little")).digest()
-        return DiskSlots(self._folder / f"{self.number}.rank{tp_rank}", namespace, num_slots, block_bytes)
+        return DiskSlots(self._folder / f"{number}.rank{tp_rank}", namespace, num_slots, block_bytes)
 
 
 class DiskSlots:
@@ -160,6 +213,11 @@ class DiskSlots:
     def _read_page(self, at: int) -> tuple[Any, ...] | None:
         _read(self._fd, memoryview(self._buffer)[:PAGE], at)
         return _unsealed(self._buffer[:PAGE], _FILE)
+
+
+def _say(claim: int, what: str) -> None:
+    os.ftruncate(claim, 0)
+    os.pwrite(claim, what.encode(), 0)
 
 
 def _runs(slots: Sequence[int], most: int) -> Iterator[range]:

@@ -8,7 +8,7 @@ Legend: L layers of a block, P planes, N blocks, S slots, B block_size, H KV hea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,10 @@ class TierCopies:
     """`kv` is [L, P, N, B, H, D], the slots are [S, L, P, B, H, D] of the same type."""
 
     disk: DiskSlots | None = None
+    open_disk: Callable[[int], DiskSlots]
+    """Opens this rank's file of those with a number. Raises OSError."""
+    found: Sequence[tuple[int, Key]] = ()
+    """What was in the file that was taken over last."""
 
     def __init__(
         self, kv: Tensor, num_slots: int, streams: CopyStreams, page_kernel: pages.PageKernel | None = None
@@ -89,6 +93,13 @@ class TierCopies:
                 block = found.view(self._kv.dtype).view(shape)
                 self._copy(pages.scatter, [blocks[place]], block.to(self._kv.device))
         return len(blocks) * self.block_bytes
+
+    def take_over(self, number: int) -> None:
+        """Has the files of another number take the place of the present ones. Raises OSError."""
+        disk = self.open_disk(number)
+        if self.disk is not None:
+            self.disk.close()
+        self.disk, self.found = disk, list(disk.keys())
 
     def _copy(self, copy: Any, blocks: Sequence[int], staged: Tensor) -> None:
         """Between blocks and a buffer [L, P, tokens, H, D]."""

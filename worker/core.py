@@ -7,6 +7,7 @@ Everything that owns memory or decides runs on this thread, so nothing here is l
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -151,6 +152,20 @@ class Core:
         while not self._is_stopping:
             is_idle = not self.turn(wait=is_idle)
         self._step_log.close()
+
+    def put_by(self, limit_s: float) -> None:
+        """After `run`: copies what is cached to the disk, if there is one, for the worker that comes next."""
+        if self.tier is None or not self.tier.blocks.disk.num_total:
+            return
+        end = self._clock() + limit_s
+        timer = threading.Timer(limit_s, self.inbox.post, (lambda: None,))
+        timer.start()
+        self.tier.blocks.put_by()
+        self.tier.issue()
+        while self.tier.blocks.num_under_way.total() and self._clock() < end:
+            self.inbox.run(wait=True)
+            self.tier.issue()
+        timer.cancel()
 
     def turn(self, wait: bool) -> bool:
         """Makes the calls that were posted (waits for one, if asked to), and moves the step on as far as it goes.

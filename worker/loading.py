@@ -167,13 +167,14 @@ def kv_disk_path(engine: EngineSection) -> Path:
 
 
 def disk_folder(resolved: Resolved, number: int = 0) -> DiskFolder | None:
-    """Where the ranks of this worker keep KV on a disk; None: nowhere. Raises ConfigError."""
+    """Where the ranks of this worker keep KV on a disk; None: nowhere. `number`: as of `DiskFolder`. Raises
+    ConfigError."""
     engine = resolved.settings.engine
     if not (engine.kv_disk_bytes and engine.enable_prefix_cache):
         return None
     path = kv_disk_path(engine)
     try:
-        return DiskFolder(path, resolved.layout, number)
+        return DiskFolder(path, resolved.layout, number, resolved.settings.role)
     except OSError as error:
         raise ConfigError(f"kv_disk_path: {path} cannot be used: {error.strerror}") from error
 
@@ -183,8 +184,10 @@ def open_disk(resolved: Resolved, plan: MemoryPlan, tier: TierCopies | None, sta
     folder = disk_folder(resolved, start.disk_number) if start.disk_number and tier is not None else None
     if folder is None or tier is None or not plan.num_disk_blocks:
         return
+    rank, sizes = resolved.settings.tp_rank, (plan.num_disk_blocks, tier.block_bytes)
+    tier.open_disk = lambda number: folder.open(number, rank, *sizes)
     try:
-        tier.disk = folder.open(resolved.settings.tp_rank, plan.num_disk_blocks, tier.block_bytes)
+        tier.disk = tier.open_disk(start.disk_number)
     except OSError as error:
         raise ConfigError(f"kv_disk_path: KV cannot be kept there: {error.strerror}") from error
 

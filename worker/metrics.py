@@ -21,8 +21,7 @@ from prometheus_client.registry import Collector
 from cluster.metrics import Metric, render_reference
 from cluster.metrics_page import MetricsPage, serve_beside
 from cluster.tls import InternalTls
-from engine.kv.kv_tier import KvTierName, MoveKind
-from engine.kv.tiered_blocks import TierCounts
+from engine.kv.kv_tier import KvTierName, MoveKind, TierCounts
 from engine.models.experts import ExpertLoad
 from kv_transfer.transfer_engine import TransferEngine
 from worker import step_meter

@@ -11,7 +11,6 @@ import contextlib
 import json
 import logging
 import os
-import queue
 import socket
 import threading
 import time
@@ -20,23 +19,23 @@ from functools import partial
 from pathlib import Path
 
 from cluster.crash_record import CrashRecord
-from cluster.errors import BatonError, Cancelled, IncompatibleProtocol, InternalError, Unavailable
+from cluster.errors import Cancelled, IncompatibleProtocol, InternalError, Unavailable
 from cluster.failure_detector import FailureTimeouts
 from cluster.grammar import GrammarLimits
 from cluster.metrics_page import MetricsPage
 from cluster.pb import rank_pb2, worker_pb2
 from cluster.program import Program, Report
-from cluster.protocol import check_protocol, spoken
+from cluster.protocol import spoken
 from cluster.settings import WorkerSettings
 from cluster.text import ROLE_NUMBERS
 from cluster.tls import internal_tls_of
 from engine.memory import MemoryPlan
 from engine.sampling.constraint import Constrainer
-from engine.step_input import StepInput
-from kv_transfer.disk_slots import DiskFolder
 from kv_transfer.transports.interface import serve_store
 from kv_transfer.transports.selection import host_id
 from worker.core import Core, Inbox
+from worker.disk_files import PUT_BY_S, DiskFiles
+from worker.follower import Follower, RankProgram
 from worker.group import CudaSpan, RankGroup
 from worker.handoff_connection import HandoffContext
 from worker.handoff_metrics import HandoffMetrics
@@ -56,8 +55,8 @@ from worker.loading import (
     ready_for_steps,
 )
 from worker.metrics import serve_metrics
-from worker.rank import ErrorKind, RankExecutor
-from worker.rank_socket import RankConnection, accept, connect, hello, read_frame, write_frame
+from worker.rank import RankExecutor
+from worker.rank_socket import RankConnection, accept, hello, write_frame
 from worker.resolved import Resolved, resolve
 from worker.service import SpeakingLoop, WorkerService
 from worker.step_meter import StepMeter
@@ -75,25 +74,7 @@ def create(settings_json: str, report: Report) -> Program:
     return Leader(resolved, report) if settings.tp_rank == 0 else Follower(resolved, report)
 
 
-class _Rank:
-    """The end of a rank's program, reached once, with or without an error."""
-
-    def __init__(self) -> None:
-        self._ended = threading.Event()
-        self._error: BatonError | None = None
-
-    def wait(self) -> None:
-        self._ended.wait()
-        if self._error is not None:
-            raise self._error
-
-    def _end(self, error: BatonError | None = None) -> None:
-        if not self._ended.is_set():
-            self._error = error
-            self._ended.set()
-
-
-class Leader(_Rank):
+class Leader(RankProgram):
     """Rank 0: the engine thread, the gRPC server and the command log."""
 
     def __init__(self, resolved: Resolved, report: Report) -> None:
@@ -110,7 +91,7 @@ class Leader(_Rank):
         limits = GrammarLimits(engine.grammar_timeout_s, memory_bytes=engine.grammar_memory_bytes)
         self._constrainer = Constrainer.from_folder(Path(self._settings.model.path), resolved.config.vocab_size, limits)
         self._group: RankGroup | None = None
-        self._disk: DiskFolder | None = None
+        self._disk: DiskFiles | None = None
         self._service: WorkerService | None = None
         self._metrics_page: MetricsPage | None = None
         self._engine_thread: threading.Thread | None = None
@@ -126,8 +107,8 @@ class Leader(_Rank):
         self._crash_record.follow_signals()
         check_memory(resolved.demand)
         self._store, store_address = serve_store(settings.host)
-        self._disk = disk_folder(resolved)
-        start = group_start(resolved, self._incarnation, store_address, 0 if self._disk is None else self._disk.number)
+        folder = disk_folder(resolved)
+        start = group_start(resolved, self._incarnation, store_address, 0 if folder is None else folder.number)
         followers, hellos = self._gather_ranks(start)
         loaded = load_timed_rank(resolved) if resolved.is_timed else load_rank(resolved, start, self._report)
         plan, self._resolved = loaded.plan, loaded.resolved
@@ -175,6 +156,8 @@ class Leader(_Rank):
         )
         self._engine_thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
         self._engine_thread.start()
+        if folder is not None and core.tier is not None and loaded.transfer_engine.tier is not None:
+            self._disk = DiskFiles(folder, core, core.tier, loaded.transfer_engine.tier)
         port = service.start(settings.host, settings.port, settings.insecure)
         address = f"{settings.host}:{port}"
         return json.dumps({"worker_id": settings.worker_id, "address": address, "tp_rank": 0, "pid": os.getpid()})
@@ -197,6 +180,8 @@ class Leader(_Rank):
                 self._service.stop()
             if self._metrics_page is not None:
                 self._metrics_page.close()
+            if self._disk is not None:
+                self._disk.close(self._engine_thread if self._error is None else None)
             if self._group is not None:
                 self._group.close()
             if self._constrainer is not None:
@@ -306,94 +291,8 @@ class Leader(_Rank):
             self._end(InternalError(f"the engine of {self._settings.worker_id} failed: {type(error).__name__}"))
         else:
             self._end()
+            self._core.put_by(PUT_BY_S)
 
     def _rank_lost(self, message: str) -> None:
         logger.error("%s", message)
         self._end(Unavailable(message))
-
-
-class Follower(_Rank):
-    """Ranks 1..: carries out rank 0's command log until it stops or its socket closes."""
-
-    def __init__(self, resolved: Resolved, report: Report) -> None:
-        super().__init__()
-        self._resolved = resolved
-        self._report = report
-        self._sock: RankConnection | None = None
-        self._steps: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._executor: RankExecutor | None = None
-        self._write_lock = threading.Lock()
-
-    def prepare(self) -> str:
-        return json.dumps({})
-
-    def start(self) -> str:
-        settings = self._resolved.settings
-        if settings.leader is None:
-            raise InternalError(f"tensor-parallel rank {settings.tp_rank} needs --leader, rank 0's rank address")
-        sock = self._sock = connect(settings.leader, RENDEZVOUS_TIMEOUT_S, internal_tls_of(settings.internal_tls))
-        write_frame(sock, rank_pb2.RankReply(hello=rank_hello(settings, self._resolved.device)))
-        command = read_frame(sock, rank_pb2.RankCommand)
-        own = f"its rank {settings.tp_rank}"
-        check_protocol(f"rank 0 of worker {settings.worker_id}", command.start.protocol, own)
-        loaded = load_rank(self._resolved, command.start, self._report)
-        self._executor = RankExecutor(loaded.runner, loaded.transfer_engine, self._reply)
-        threading.Thread(target=self._compute, name="engine", daemon=True).start()
-        threading.Thread(target=self._listen, name="command-log", daemon=True).start()
-        threading.Thread(
-            target=self._heartbeat, args=(settings.transfer.heartbeat_s,), name="heartbeat", daemon=True
-        ).start()
-        card = {"worker_id": settings.worker_id, "address": "", "tp_rank": settings.tp_rank, "pid": os.getpid()}
-        return json.dumps(card)
-
-    def stop(self) -> None:
-        self._end()
-
-    def wait(self) -> None:
-        try:
-            super().wait()
-        finally:
-            self._steps.put(None)
-            if self._executor is not None:
-                self._executor.close()
-
-    def _listen(self) -> None:
-        assert self._sock is not None and self._executor is not None
-        try:
-            while True:
-                command = read_frame(self._sock, rank_pb2.RankCommand)
-                match command.WhichOneof("command"):
-                    case "step":
-                        self._steps.put(command.step)
-                    case "stop":
-                        self._end()
-                        return
-                    case _:
-                        self._executor.execute(command)
-        except (OSError, BatonError, ValueError) as error:
-            self._end(Unavailable(f"rank 0 is gone: {error}"))
-
-    def _compute(self) -> None:
-        assert self._executor is not None
-        ready_for_steps(self._resolved)
-        try:
-            while (step := self._steps.get()) is not None:
-                self._executor.step(StepInput.from_bytes(step))
-        except Exception as error:
-            logger.exception("a step failed")
-            self._end(InternalError(f"tensor-parallel rank {self._resolved.settings.tp_rank} failed: {error}"))
-
-    def _heartbeat(self, heartbeat_s: float) -> None:
-        while not self._ended.wait(heartbeat_s):
-            self._write(rank_pb2.RankReply())
-
-    def _reply(self, number: int, error: str, kind: ErrorKind, size_bytes: int) -> None:
-        self._write(rank_pb2.RankReply(number=number, error=error, error_kind=kind, size_bytes=size_bytes))
-
-    def _write(self, reply: rank_pb2.RankReply) -> None:
-        assert self._sock is not None
-        try:
-            with self._write_lock:
-                write_frame(self._sock, reply)
-        except OSError as broken:
-            self._end(Unavailable(f"rank 0 is gone: {broken}"))

@@ -51,6 +51,7 @@ _ON_DISK = (
     rank_pb2.BlockMove.KIND_SPILL,
     rank_pb2.BlockMove.KIND_READ,
     rank_pb2.BlockMove.KIND_FLUSH,
+    rank_pb2.BlockMove.KIND_TAKE_OVER,
 )
 _KEPT_STEPS = 4
 """Steps whose events are kept: more than a GPU may be behind."""
@@ -338,6 +339,9 @@ class RankExecutor:
                 return tier.read(targets, sources, keys, ready)
             case kinds.KIND_FLUSH if tier.disk is not None:
                 tier.disk.flush()
+                return 0
+            case kinds.KIND_TAKE_OVER:
+                tier.take_over(move.disk_number)
                 return 0
         raise ValueError(f"blocks are to be moved in a way that this rank does not know: {move.kind}")
 

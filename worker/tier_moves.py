@@ -7,12 +7,12 @@ what loads have taken and what steps cost. Runs on the engine thread.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from cluster.pb import rank_pb2, worker_pb2
 from cluster.step_cost import StepCost
-from engine.kv.kv_tier import BlockMove, KvTier, KvTierName, MoveKind
+from engine.kv.kv_tier import BlockMove, KvTier, KvTierName, MoveKind, TierKey
 from engine.kv.tiered_blocks import TieredBlocks
 from worker.handoff_connection import Done, ErrorKind
 
@@ -84,6 +84,22 @@ class TierMoves:
             if tier.num_total:
                 hits = self.blocks.hit_tokens[name]
                 stats.tiers.add(tier=name, blocks_kept=len(tier), blocks_total=tier.num_total, num_hit_tokens=hits)
+
+    def take_over(
+        self, number: int, found: Callable[[], Iterable[tuple[int, TierKey]]], done: Callable[[str], None]
+    ) -> None:
+        """Has the files of that number, which another worker has left, take the place of the present ones. `found`:
+        what is in them, once the ranks have them; `done` is told of an error, or "" at the end."""
+
+        def taken(error: str, kind: ErrorKind, size_bytes: int) -> None:
+            if not error:
+                self.blocks.find_again(found())
+                logger.info("took over %d KV blocks on the disk that another worker has left", len(self.blocks.disk))
+            done(error)
+
+        self.blocks.forget_disk()
+        command = rank_pb2.BlockMove(kind=rank_pb2.BlockMove.KIND_TAKE_OVER, disk_number=number)
+        self._issue(rank_pb2.RankCommand(move_blocks=command), taken)
 
     def is_quicker(self, num_moves: Mapping[MoveKind, int], num_tokens: int, num_before: int) -> bool:
         """Whether to move so many blocks up takes less time than to compute the tokens in them, behind `num_before`

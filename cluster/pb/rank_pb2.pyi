@@ -85,7 +85,7 @@ class Send(_message.Message):
     def __init__(self, pair_epoch: _Optional[str] = ..., slot: _Optional[int] = ...) -> None: ...
 
 class BlockMove(_message.Message):
-    __slots__ = ("kind", "sources", "targets", "after_step", "groups", "digests")
+    __slots__ = ("kind", "sources", "targets", "after_step", "groups", "digests", "disk_number")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[BlockMove.Kind]
@@ -94,25 +94,29 @@ class BlockMove(_message.Message):
         KIND_SPILL: _ClassVar[BlockMove.Kind]
         KIND_READ: _ClassVar[BlockMove.Kind]
         KIND_FLUSH: _ClassVar[BlockMove.Kind]
+        KIND_TAKE_OVER: _ClassVar[BlockMove.Kind]
     KIND_UNSPECIFIED: BlockMove.Kind
     KIND_SAVE: BlockMove.Kind
     KIND_LOAD: BlockMove.Kind
     KIND_SPILL: BlockMove.Kind
     KIND_READ: BlockMove.Kind
     KIND_FLUSH: BlockMove.Kind
+    KIND_TAKE_OVER: BlockMove.Kind
     KIND_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     TARGETS_FIELD_NUMBER: _ClassVar[int]
     AFTER_STEP_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    DISK_NUMBER_FIELD_NUMBER: _ClassVar[int]
     kind: BlockMove.Kind
     sources: _containers.RepeatedScalarFieldContainer[int]
     targets: _containers.RepeatedScalarFieldContainer[int]
     after_step: int
     groups: _containers.RepeatedScalarFieldContainer[int]
     digests: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, kind: _Optional[_Union[BlockMove.Kind, str]] = ..., sources: _Optional[_Iterable[int]] = ..., targets: _Optional[_Iterable[int]] = ..., after_step: _Optional[int] = ..., groups: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    disk_number: int
+    def __init__(self, kind: _Optional[_Union[BlockMove.Kind, str]] = ..., sources: _Optional[_Iterable[int]] = ..., targets: _Optional[_Iterable[int]] = ..., after_step: _Optional[int] = ..., groups: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[bytes]] = ..., disk_number: _Optional[int] = ...) -> None: ...
 
 class Stop(_message.Message):
     __slots__ = ()

@@ -49,6 +49,36 @@ class BlockMove:
     keys: tuple[TierKey, ...]
 
 
+@dataclass
+class TierCounts:
+    """Blocks since the start."""
+
+    saved: int = 0
+    loaded: int = 0
+    spilled: int = 0
+    read: int = 0
+    unsaved: int = 0
+    """Evicted from the pool before they were saved."""
+    given_up: int = 0
+    """That the last tier which had them has given up."""
+    failed: int = 0
+    """Whose copy failed."""
+    declined: int = 0
+    """Found in a tier, and computed because that was quicker."""
+
+    def add(self, kind: MoveKind, number: int) -> None:
+        """Blocks that were copied, and are wanted."""
+        match kind:
+            case MoveKind.SAVE:
+                self.saved += number
+            case MoveKind.LOAD:
+                self.loaded += number
+            case MoveKind.SPILL:
+                self.spilled += number
+            case MoveKind.READ:
+                self.read += number
+
+
 class KvTier:
     """Slots [0, num_slots), each of which holds one block of the pool above."""
 
@@ -126,10 +156,12 @@ class KvTier:
 
     def adopt(self, slots: Iterable[tuple[int, TierKey]]) -> None:
         """Keeps what free slots hold from before; of slots with the same content the first."""
+        free = dict.fromkeys(self._free)
         for slot, key in slots:
-            self._kept.setdefault(key, slot)
-        adopted = set(self._kept.values())
-        self._free = [slot for slot in self._free if slot not in adopted]
+            if slot in free and key not in self._kept:
+                self._kept[key] = slot
+                del free[slot]
+        self._free = list(free)
 
     def drop(self, key: TierKey) -> bool:
         """Makes what a key names unfindable; False if it was not kept."""

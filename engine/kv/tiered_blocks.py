@@ -18,14 +18,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice, takewhile
 
 from cluster import prefix_hash
 from cluster.kv_groups import KvGroup
 from engine.kv.block_manager import BlockManager
-from engine.kv.kv_tier import BlockMove, KvTier, KvTierName, MoveKind, TierKey
+from engine.kv.kv_tier import BlockMove, KvTier, KvTierName, MoveKind, TierCounts, TierKey
 
 MOST_BLOCKS = 64
 """Blocks of one move: the next one begins when it has ended."""
@@ -34,32 +33,6 @@ MOST_MOVES = 2
 
 IsQuicker = Callable[[Mapping[MoveKind, int], int, int], bool]
 """Whether to load and read so many blocks is quicker than to compute so many tokens, behind so many that are there."""
-
-
-@dataclass
-class TierCounts:
-    """Blocks since the start."""
-
-    saved: int = 0
-    loaded: int = 0
-    spilled: int = 0
-    read: int = 0
-    unsaved: int = 0
-    """Evicted from the pool before they were saved."""
-    given_up: int = 0
-    """That the last tier which had them has given up."""
-    failed: int = 0
-    """Whose copy failed."""
-    declined: int = 0
-    """Found in a tier, and computed because that was quicker."""
-
-
-_COUNTED = {
-    MoveKind.SAVE: "saved",
-    MoveKind.LOAD: "loaded",
-    MoveKind.SPILL: "spilled",
-    MoveKind.READ: "read",
-}
 
 
 class TieredBlocks(BlockManager):
@@ -92,11 +65,11 @@ class TieredBlocks(BlockManager):
         self._arriving_at: dict[TierKey, int] = {}
         self._to_load: dict[MoveKind, list[tuple[int, int, TierKey]]] = {MoveKind.LOAD: [], MoveKind.READ: []}
         """(pinned slot, block, key)."""
-        self._num_given = 0
-        """Blocks allocated since the start."""
-        self._look_from = {MoveKind.SAVE: 0, MoveKind.SPILL: 0}
-        """How many there are when it is time to look what to copy down."""
-        self._num_under_way = Counter[MoveKind]()
+        self._num_given = 0  # blocks allocated since the start
+        self._look_from = {MoveKind.SAVE: 0, MoveKind.SPILL: 0}  # how many there are when it is time to copy down
+        self.num_under_way = Counter[MoveKind]()  # moves
+        self._last_saves: list[int] | None = None  # left to save before the end, by use; None: no end is near
+        self._last_spills: list[TierKey] = []
 
     # Finding
 
@@ -123,8 +96,7 @@ class TieredBlocks(BlockManager):
         return table
 
     def _is_worth(self, num_tokens: int, num_found: int, missing: Mapping[int, TierKey], held: Sequence[int]) -> bool:
-        """Whether what is missing should be loaded for a prompt of so many tokens, of which a table of `num_found` is
-        found with it, `held` without it."""
+        """Whether to load what is missing for a prompt: `num_found` blocks are found with it, `held` without."""
         to_load = [key for key in missing.values() if key not in self._arriving_at]
         if not self._has_room_for(num_tokens, num_found, len(to_load), held):
             return False
@@ -176,6 +148,9 @@ class TieredBlocks(BlockManager):
         key = (place, digest)
         return digest in self._published[place] or key in self._arriving_at or self._is_below(key)
 
+    def _key_of(self, block: int) -> TierKey:
+        return self._group_of[block], self._digests[block]
+
     def _is_below(self, key: TierKey) -> bool:
         return key in self.host or key in self.disk
 
@@ -184,8 +159,6 @@ class TieredBlocks(BlockManager):
         would be evicted, and loaded again, until there is."""
         num_behind = 0 if self.has_windows else -(-num_tokens // self.block_size) * len(self.groups) - num_found
         return num_loads + num_behind <= self.num_available - sum(block in self._cached for block in held)
-
-    # Loads
 
     def _begin_load(self, key: TierKey) -> int:
         """A block of the pool for what a key names, held by whoever asked and by the load."""
@@ -218,10 +191,20 @@ class TieredBlocks(BlockManager):
             (MoveKind.SAVE, self._next_to_save),
             (MoveKind.SPILL, self._next_to_spill),
         ):
-            while self._num_under_way[kind] < MOST_MOVES and (move := next_move()) is not None:
-                self._num_under_way[kind] += 1
+            while self.num_under_way[kind] < MOST_MOVES and (move := next_move()) is not None:
+                self.num_under_way[kind] += 1
                 moves.append(move)
         return moves
+
+    def put_by(self) -> None:
+        """The end is near: from now on all that is cached goes to the disk as far as it has room, what was used last
+        first, and nothing else is copied down."""
+        for key in chain(self.host, map(self._key_of, self._cached)):
+            self.disk.touch(key)
+        saves = [each for each in self._cached if not self._is_below(self._key_of(each)) and each not in self._saving]
+        self._last_saves = saves[max(0, len(saves) - (room := self.disk.num_total)) :]
+        spills = [key for key in self.host if key not in self.disk and key not in self._spilling]
+        self._last_spills = spills[max(0, len(spills) + len(self._last_saves) - room) :]
 
     def _next_up(self, kind: MoveKind) -> BlockMove | None:
         part, self._to_load[kind] = self._to_load[kind][:MOST_BLOCKS], self._to_load[kind][MOST_BLOCKS:]
@@ -233,12 +216,14 @@ class TieredBlocks(BlockManager):
 
     def _next_to_save(self) -> BlockMove | None:
         """The blocks that are evicted next and have no copy, if there are few others to take."""
+        if self._last_saves is not None:
+            return self._next_to_put_by(self._last_saves)
         num_looked_at = self._num_ahead - self.num_free
         if num_looked_at <= 0 or self._num_given < self._look_from[MoveKind.SAVE]:
             return None
         unsaved: dict[int, TierKey] = {}
         for block in islice(self._cached, num_looked_at):
-            key = self._group_of[block], self._digests[block]
+            key = self._key_of(block)
             self.host.touch(key)  # else what is saved now might take the place of what was saved before
             if block not in self._saving and key not in self.host and len(unsaved) < MOST_BLOCKS:
                 unsaved[block] = key
@@ -247,20 +232,33 @@ class TieredBlocks(BlockManager):
         if not slots:  # all is saved, until a part of it has been taken
             self._wait(MoveKind.SAVE)
             return None
-        self._saving.update(zip(unsaved, slots, strict=False))
-        keys = tuple(islice(unsaved.values(), len(slots)))
-        return BlockMove(MoveKind.SAVE, tuple(islice(unsaved, len(slots))), tuple(slots), keys)
+        return self._begin_save(list(islice(unsaved, len(slots))), slots)
+
+    def _next_to_put_by(self, left: list[int]) -> BlockMove | None:
+        """The last blocks to save, when all that host memory would give up for them is on the disk."""
+        if self._last_spills or self.num_under_way[MoveKind.SPILL]:
+            return None
+        slots, lost = self.host.take(min(len(left), MOST_BLOCKS))
+        self._give_up(lost, self.disk)
+        return self._begin_save([left.pop() for _ in slots], slots) if slots else None
+
+    def _begin_save(self, blocks: Sequence[int], slots: Sequence[int]) -> BlockMove:
+        self._saving.update(zip(blocks, slots, strict=True))
+        return BlockMove(MoveKind.SAVE, tuple(blocks), tuple(slots), tuple(map(self._key_of, blocks)))
 
     def _next_to_spill(self) -> BlockMove | None:
         """What host memory gives up next and the disk has not, if there is little else to take."""
-        num_looked_at = self._num_spilled_ahead - self.host.num_free
-        if num_looked_at <= 0 or self._num_given < self._look_from[MoveKind.SPILL]:
-            return None
-        found: list[TierKey] = []
-        for key in islice(self.host, num_looked_at):
-            self.disk.touch(key)
-            if key not in self.disk and key not in self._spilling and len(found) < MOST_BLOCKS:
-                found.append(key)
+        if self._last_saves is not None:
+            self._last_spills, found = self._last_spills[:-MOST_BLOCKS], self._last_spills[-MOST_BLOCKS:]
+        else:
+            found = []
+            num_looked_at = self._num_spilled_ahead - self.host.num_free
+            if num_looked_at <= 0 or self._num_given < self._look_from[MoveKind.SPILL]:
+                return None
+            for key in islice(self.host, num_looked_at):
+                self.disk.touch(key)
+                if key not in self.disk and key not in self._spilling and len(found) < MOST_BLOCKS:
+                    found.append(key)
         slots, lost = self.disk.take(len(found))
         self._give_up(lost, self.host)
         if not slots:
@@ -277,7 +275,7 @@ class TieredBlocks(BlockManager):
 
     def moved(self, move: BlockMove, error: str = "") -> None:
         """A move has ended; with an error none of its copies counts, and copies down are not tried again at once."""
-        self._num_under_way[move.kind] -= 1
+        self.num_under_way[move.kind] -= 1
         if error:
             self.counts.failed += len(move.keys)
             if not move.kind.is_up:
@@ -290,8 +288,7 @@ class TieredBlocks(BlockManager):
                     is_kept = self._spilled(source, target, key, is_there=not error)
                 case MoveKind.LOAD | MoveKind.READ:
                     is_kept = self._loaded(self._source(move.kind), source, target, key, is_there=not error)
-            name = _COUNTED[move.kind]
-            setattr(self.counts, name, getattr(self.counts, name) + is_kept)
+            self.counts.add(move.kind, is_kept)
 
     def _saved(self, block: int, slot: int, key: TierKey, *, is_there: bool) -> bool:
         is_wanted = self._saving.get(block) == slot
@@ -299,6 +296,8 @@ class TieredBlocks(BlockManager):
             del self._saving[block]
         if is_there and is_wanted:
             self.host.keep(slot, key)
+            if self._last_saves is not None:
+                self._last_spills.append(key)
         else:
             self.host.put_back(slot)
         return is_there and is_wanted
@@ -331,15 +330,25 @@ class TieredBlocks(BlockManager):
         return is_there and is_wanted
 
     def find_again(self, slots: Iterable[tuple[int, TierKey]]) -> None:
-        """Takes up what the disk holds from before this worker began."""
-        self.disk.adopt((slot, key) for slot, key in slots if key[0] < len(self.groups))
+        """Takes up what free slots of the disk hold from before, of this worker or another one."""
+        found = [(slot, key) for slot, key in slots if key[0] < len(self.groups)]
+        self._report_stored({digest for _, (place, digest) in found if place == 0} - self._published[0].keys())
+        self.disk.adopt(found)
+
+    def forget_disk(self) -> None:
+        """Nothing on the disk is found any more: another one takes its place."""
+        lost = list(self.disk)
+        self._spilling.clear()
+        self.disk.flush()
+        self._arriving_at = {key: block for key, block in self._arriving_at.items() if key in self.host}
+        self._give_up(lost, self.host)
 
     # Losing
 
     def _evict(self, num_blocks: int) -> None:
         for block in islice(self._cached, num_blocks):
             self._saving.pop(block, None)
-            key = self._group_of[block], self._digests[block]
+            key = self._key_of(block)
             self.host.touch(key)
             self.counts.unsaved += self.host.num_total > 0 and not self._is_below(key)
         super()._evict(num_blocks)

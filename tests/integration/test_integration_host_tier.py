@@ -3,19 +3,19 @@ without them."""
 
 from __future__ import annotations
 
-import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from chaos_fleet import await_true, metrics_of
 from checkpoints import VOCAB_SIZE, make_checkpoint
 from cluster_fixture import BUNDLED_MODEL, PREFILL, PlainCluster, Stream, single_process, token_spec
 from engine_steps import make_runner
-from prometheus_client.parser import text_string_to_metric_families
 from reference_engine import Engine
 from workers import Worker, hand_off, merged, running, sampling
 
+from cluster.lifecycle import RequestKey
 from cluster.pb import worker_pb2
 from engine.kv.block_manager import BlockManager
 from engine.sampling.params import SamplingParams
@@ -24,6 +24,8 @@ POOL = 1024
 BLOCK_BYTES = 16 * 4 * 2 * 4 * 32 * 4  # tokens, layers, k and v, heads, head_dim, float32
 NUM_PROMPTS = 6
 NUM_TOKENS = 12
+GREEDY = SamplingParams(temperature=0.0, max_output_tokens=NUM_TOKENS)
+HOW = sampling(max_output_tokens=NUM_TOKENS, temperature=0.0, seed=7, n=1)
 
 
 def prompt_of(number: int, length: int = 400, vocab_size: int = 1000) -> list[int]:
@@ -31,10 +33,30 @@ def prompt_of(number: int, length: int = 400, vocab_size: int = 1000) -> list[in
 
 
 def tier_of(address: str) -> Mapping[str, float]:
-    """What a worker's page says of the blocks in its host memory, by event."""
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
-        families = text_string_to_metric_families(answer.read().decode())
-    return {s.labels["event"]: s.value for f in families for s in f.samples if s.name == "baton_kv_tier_events_total"}
+    """What a worker's page says of the blocks below its pool, by event."""
+    page = metrics_of(address)
+    return {dict(has)["event"]: n for (name, has), n in page.items() if name == "baton_kv_tier_events_total"}
+
+
+def tier_blocks(address: str) -> float:
+    """Blocks that are kept on a worker's disk."""
+    return metrics_of(address)["baton_kv_tier_blocks", frozenset({("tier", "disk"), ("state", "kept")})]
+
+
+def ask_all(
+    turn: str, prompts: Sequence[list[int]], expected: Sequence[object], prefill: Worker, decode: Worker
+) -> list[RequestKey]:
+    """One after the other; every output must be the one expected."""
+    keys = []
+    for number, prompt in enumerate(prompts):
+        key = hand_off(f"{turn} {number}", prompt, prefill, decode, HOW)
+        decode.wait_for(lambda key=key: decode.outputs[key].finished or decode.outputs[key].failed is not None)
+        prefill.wait_for(lambda key=key: prefill.outputs[key].tokens)
+        tokens = merged(key, prefill, decode).tokens[0]
+        assert tuple(tokens[at] for at in range(len(tokens))) == expected[number], (turn, number)
+        keys.append(key)
+    prefill.wait_idle()
+    return keys
 
 
 def found_in(stats: worker_pb2.WorkerStats) -> dict[str, int]:
@@ -45,8 +67,7 @@ def found_in(stats: worker_pb2.WorkerStats) -> dict[str, int]:
 @pytest.mark.timeout(180)
 def test_prompts_that_come_back_are_loaded_and_their_outputs_are_the_same(tmp_path: Path) -> None:
     prompts = [prompt_of(number) for number in range(NUM_PROMPTS)]
-    greedy = SamplingParams(temperature=0.0, max_output_tokens=NUM_TOKENS)
-    expected = [completions[0].token_ids for completions in single_process(prompts, [greedy] * len(prompts))]
+    expected = [completions[0].token_ids for completions in single_process(prompts, [GREEDY] * len(prompts))]
     more = {"kv_cache_tokens": POOL, "max_model_len": 512, "kv_host_bytes": 400 * BLOCK_BYTES}
     with PlainCluster(BUNDLED_MODEL, tmp_path, **more) as cluster:
         cached = []
@@ -129,29 +150,18 @@ def test_every_kind_of_kv_comes_back_on_two_ranks(kind: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_a_disk_is_found_again_by_the_worker_that_comes_after_a_killed_one(tp_size: int, tmp_path: Path) -> None:
     prompts = [prompt_of(number) for number in range(NUM_PROMPTS)]
-    greedy = SamplingParams(temperature=0.0, max_output_tokens=NUM_TOKENS)
-    expected = [completions[0].token_ids for completions in single_process(prompts, [greedy] * len(prompts))]
+    expected = [completions[0].token_ids for completions in single_process(prompts, [GREEDY] * len(prompts))]
     common = {"model_path": str(BUNDLED_MODEL), "kv_cache_tokens": POOL, "max_model_len": 512, "transport": "shm"}
     on_disk = {"kv_host_bytes": 60 * BLOCK_BYTES, "kv_disk_bytes": 64 << 20, "kv_disk_path": str(tmp_path / "kv")}
     decode = Worker(worker_id="decode-0", role="decode", **common)
-    how = sampling(max_output_tokens=NUM_TOKENS, temperature=0.0, seed=7, n=1)
-
-    def ask_all(turn: str, prefill: Worker) -> None:
-        for number, prompt in enumerate(prompts):
-            key = hand_off(f"{turn} {number}", prompt, prefill, decode, how)
-            decode.wait_for(lambda key=key: decode.outputs[key].finished or decode.outputs[key].failed is not None)
-            prefill.wait_for(lambda key=key: prefill.outputs[key].tokens)
-            tokens = merged(key, prefill, decode).tokens[0]
-            assert tuple(tokens[at] for at in range(len(tokens))) == expected[number], (turn, number)
-        prefill.wait_idle()
 
     def start() -> Worker:
         return Worker(worker_id=PREFILL, role="prefill", tp_size=tp_size, metrics_port=0, **on_disk, **common)
 
     with running(decode):
         killed = start().connect()
-        ask_all("first", killed)
-        ask_all("second", killed)
+        ask_all("first", prompts, expected, killed, decode)
+        ask_all("second", prompts, expected, killed, decode)
         assert tier_of(killed.info.metrics_address)["read"] > 0
         for rank in killed.ranks:
             rank.popen.kill()
@@ -160,7 +170,7 @@ def test_a_disk_is_found_again_by_the_worker_that_comes_after_a_killed_one(tp_si
         killed.hang_up()
         prefill = start()
         with running(prefill):
-            ask_all("after", prefill)
+            ask_all("after", prompts, expected, prefill, decode)
             tier = tier_of(prefill.info.metrics_address)
             assert tier["read"] >= NUM_PROMPTS and tier["failed"] == 0, tier
         files = sorted((tmp_path / "kv").glob("*/*.rank*"))
@@ -172,5 +182,29 @@ def test_a_disk_is_found_again_by_the_worker_that_comes_after_a_killed_one(tp_si
                     damaged.write(b"damaged")
         prefill = start()
         with running(prefill):
-            ask_all("damaged", prefill)
+            ask_all("damaged", prompts, expected, prefill, decode)
             assert tier_of(prefill.info.metrics_address)["read"] == 0
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.battery)])
+def test_a_worker_that_began_beside_the_one_it_replaces_has_all_that_one_had(tp_size: int, tmp_path: Path) -> None:
+    """Everything of it had room in its pool, so that nothing had been on the disk before its end."""
+    prompts = [prompt_of(number) for number in range(NUM_PROMPTS)]
+    expected = [completions[0].token_ids for completions in single_process(prompts, [GREEDY] * len(prompts))]
+    common = {"model_path": str(BUNDLED_MODEL), "kv_cache_tokens": 4096, "max_model_len": 512, "transport": "shm"}
+    on_disk = {"kv_host_bytes": 40 * BLOCK_BYTES, "kv_disk_bytes": 64 << 20, "kv_disk_path": str(tmp_path / "kv")}
+    on_disk |= {"tp_size": tp_size, "metrics_port": 0, "role": "prefill"}
+    decode = Worker(worker_id="decode-0", role="decode", **common)
+    old = Worker(worker_id="prefill-0", **on_disk, **common).connect()
+    new = Worker(worker_id="prefill-1", **on_disk, **common)
+    with running(decode, new):
+        ask_all("before", prompts, expected, old, decode)
+        old.close()
+        await_true(lambda: tier_blocks(new.info.metrics_address), lambda: new.ranks[0].stderr())
+        keys = ask_all("after", prompts, expected, new, decode)
+        assert [new.outputs[key].num_cached_tokens for key in keys] == [384] * len(prompts)
+        tier = tier_of(new.info.metrics_address)
+        assert tier["failed"] == 0 and tier["read"] == 24 * len(prompts), tier
+        files = sorted(file.name for file in (tmp_path / "kv").glob("*/*.rank*"))
+        assert files == [f"1.rank{rank}" for rank in range(tp_size)]

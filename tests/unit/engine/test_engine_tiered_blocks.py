@@ -11,10 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cluster.kv_groups import KvGroup
 from cluster.prefix_hash import prefix_hashes
-from engine.kv.kv_tier import BlockMove, KvTier, MoveKind
+from engine.kv.kv_tier import BlockMove, MoveKind
 from engine.kv.tiered_blocks import TieredBlocks
-
-KEYS = [(0, bytes([number])) for number in range(8)]
 
 
 def fill(manager: TieredBlocks, tokens: list[int], salt: bytes = b"") -> None:
@@ -148,23 +146,6 @@ def test_windows_come_back_as_far_as_the_next_token_sees_them() -> None:
     manager.check()
 
 
-def test_a_tier_gives_up_what_was_used_least_recently_and_nothing_that_is_read() -> None:
-    tier = KvTier(3)
-    slots, lost = tier.take(3)
-    assert sorted(slots) == [0, 1, 2] and not lost
-    for slot, key in zip(slots, KEYS, strict=False):
-        tier.keep(slot, key)
-    tier.touch(KEYS[0])
-    pinned = tier.pin(KEYS[1])
-    taken, lost = tier.take(5)
-    assert sorted(taken) == sorted([slots[0], slots[2]]) and lost == [KEYS[2], KEYS[0]] and tier.check() == []
-    assert KEYS[1] in tier and tier.num_free == 0
-    assert tier.drop(KEYS[1]) and not tier.drop(KEYS[1])
-    assert tier.take(1) == ([], [])
-    tier.unpin(pinned)
-    assert tier.take(1) == ([pinned], []) and tier.check() == []
-
-
 SALTS = (b"", b"a")
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 PROMPTS = [[first, second, 0, 0, 1, 1, 0][:length] for first in (0, 1) for second in (0, 1) for length in (5, 7)]
@@ -286,6 +267,19 @@ class TieredBlocksWalk(RuleBasedStateMachine):
         self.manager.flush_cache()
         assert not self.manager.cached_hashes
 
+    @rule(time=st.integers(0, 5))
+    def take_over(self, time: int) -> None:
+        """Another disk takes the place of this one: what was in each slot is in the next one, say."""
+        if time or not self.num_disk_slots:
+            return
+        self.manager.forget_disk()
+        self.manager.check()
+        self.on_disk = {(slot + 1) % self.num_disk_slots: content for slot, content in self.on_disk.items()}
+        there = [(slot, content) for slot, content in self.on_disk.items() if content[1]]
+        self.manager.find_again(
+            (slot, (0, list(prefix_hashes([*tokens, 0], 2, salt))[-1])) for slot, (salt, tokens) in there
+        )
+
     @rule()
     def hear(self) -> None:
         events = self.manager.take_cache_events()
@@ -362,6 +356,9 @@ def test_what_host_memory_gives_up_is_read_from_the_disk_and_found_again_by_the_
     assert len(table) == 2 and {move.kind for move in settle(manager)} == {MoveKind.READ}
     assert manager.have_arrived(table) and manager.counts.read == 2
 
+    manager.put_by()
+    assert settle(manager) and set(manager.cached_hashes) == {digest for _, digest in manager.disk}
+
     other = TieredBlocks(4, 2, num_slots=4, num_disk_slots=16)
     other.find_again((slot, key) for key, slot in manager.disk._kept.items())
     assert set(other.disk) == set(manager.disk) and len(other.match_prefix([10, 1, 2, 3, 9])) == 2
@@ -389,3 +386,14 @@ def test_a_spill_of_what_could_not_be_loaded_is_thrown_away_and_the_watcher_told
     assert not set(load.keys) & set(manager.disk), "what could not be read was copied, too"
     events = manager.take_cache_events()
     assert events is not None and set(events.stored) == manager.cached_hashes
+
+
+def test_before_its_end_a_pool_puts_by_what_was_used_last_as_far_as_the_disk_has_room() -> None:
+    manager = TieredBlocks(12, 2, num_slots=4, num_disk_slots=7, num_ahead=2)
+    for first in range(0, 50, 10):
+        fill(manager, [first, 1, 2, 3, 4])
+        settle(manager)
+    manager.put_by()
+    settle(manager)
+    last = [digest for first in (40, 30, 20) for digest in prefix_hashes([first, 1, 2, 3, 4], 2, b"")]
+    assert {digest for _, digest in manager.disk} >= set(last) and len(manager.disk) == 7

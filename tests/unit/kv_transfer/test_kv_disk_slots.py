@@ -127,15 +127,37 @@ def test_two_workers_never_have_the_same_files(tmp_path: Path) -> None:
     second = DiskFolder(tmp_path, LAYOUT)
     other = DiskFolder(tmp_path, replace(LAYOUT, model="model@another"))
     assert (first.number, second.number, other.number) == (1, 2, 1)
-    slots = first.open(0, 4, BYTES)
+    slots = first.open(1, 0, 4, BYTES)
     slots.write([0], [KEYS[0]], [block_of(0)])
-    assert not list(DiskFolder(tmp_path, LAYOUT, 1).open(1, 4, BYTES).keys()), "ranks have files of their own"
-    assert not list(other.open(0, 4, BYTES).keys())
+    assert not list(DiskFolder(tmp_path, LAYOUT, 1).open(1, 1, 4, BYTES).keys()), "ranks have files of their own"
+    assert not list(other.open(1, 0, 4, BYTES).keys())
     first.close()
     again = DiskFolder(tmp_path, LAYOUT)
-    assert again.number == 1 and dict(again.open(0, 4, BYTES).keys()) == {0: KEYS[0]}
+    assert again.number == 1 and dict(again.open(1, 0, 4, BYTES).keys()) == {0: KEYS[0]}
     for folder in (again, second, other):
         folder.close()
+
+
+def test_files_that_a_worker_has_left_for_good_go_to_a_newcomer_of_its_role(tmp_path: Path) -> None:
+    old, other = (DiskFolder(tmp_path, LAYOUT, role=role) for role in ("prefill", "decode"))
+    for folder in (old, other):
+        folder.open(folder.number, 0, 4, BYTES).write([0, 1], KEYS[:2], [block_of(0), block_of(1)])
+    new = DiskFolder(tmp_path, LAYOUT, role="prefill")
+    assert new.number == 3 and new.is_new and new.left_behind() is None, "who lives keeps its files"
+    other.leave()
+    assert new.left_behind() is None, "they are of another role"
+    old.close()
+    assert new.left_behind() is None, "who was killed comes back for them"
+    killed = DiskFolder(tmp_path, LAYOUT, role="prefill")
+    assert killed.number == 1 and not killed.is_new
+    killed.leave()
+    left = new.left_behind()
+    assert left is not None and left.number == 1 and new.left_behind() is None, "they are claimed"
+    new.open(new.number, 0, 4, BYTES)
+    new.remove()
+    assert {path.name for path in tmp_path.glob("*/*.rank*")} == {"1.rank0", "2.rank0"}
+    assert DiskFolder(tmp_path, LAYOUT, role="decode").number == 2, "a worker begins with files of its role"
+    left.leave()
 
 
 def test_a_full_disk_is_an_error_and_what_was_written_stays(tmp_path: Path) -> None:

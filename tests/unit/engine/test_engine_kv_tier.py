@@ -1,0 +1,31 @@
+"""The index of a tier, by example; random walks are those of the pool above it."""
+
+from __future__ import annotations
+
+from engine.kv.kv_tier import KvTier
+
+KEYS = [(0, bytes([number])) for number in range(8)]
+
+
+def test_a_tier_gives_up_what_was_used_least_recently_and_nothing_that_is_read() -> None:
+    tier = KvTier(3)
+    slots, lost = tier.take(3)
+    assert sorted(slots) == [0, 1, 2] and not lost
+    for slot, key in zip(slots, KEYS, strict=False):
+        tier.keep(slot, key)
+    tier.touch(KEYS[0])
+    pinned = tier.pin(KEYS[1])
+    taken, lost = tier.take(5)
+    assert sorted(taken) == sorted([slots[0], slots[2]]) and lost == [KEYS[2], KEYS[0]] and tier.check() == []
+    assert KEYS[1] in tier and tier.num_free == 0
+    assert tier.drop(KEYS[1]) and not tier.drop(KEYS[1])
+    assert tier.take(1) == ([], [])
+    tier.unpin(pinned)
+    assert tier.take(1) == ([pinned], []) and tier.check() == []
+
+
+def test_what_is_found_from_before_takes_free_slots_alone() -> None:
+    tier = KvTier(3)
+    [moving], _ = tier.take(1)
+    tier.adopt([(moving, KEYS[0]), (1, KEYS[1]), (2, KEYS[1])])
+    assert KEYS[0] not in tier and KEYS[1] in tier and tier.num_free == 1 and tier.check() == []
