@@ -167,7 +167,7 @@ class SimulatedWorker:
         self.spec = spec
         self.incarnation = incarnation
         self._cluster = cluster
-        self._is_due = False
+        self._is_due = self._is_settled = False
         self.died: asyncio.Future[None] = cluster.loop.create_future()
         self._hangs_until = 0.0
         self._heartbeat: asyncio.Task[None] | None = None
@@ -233,15 +233,8 @@ class SimulatedWorker:
         share = None if spec.core_share is None else Lane(spec.core_share, most=1.0)
         if share is not None:
             cluster.network.shares[self.host.address] = share
-        return SimulatedRanks(
-            cluster,
-            spec.worker_id,
-            pages,
-            *of_wire,
-            num_threads=spec.num_threads,
-            share=share,
-            tier_bytes_per_s=spec.tier_bytes_per_s,
-        )
+        make_ranks = partial(SimulatedRanks, cluster, spec.worker_id, pages, *of_wire)
+        return make_ranks(num_threads=spec.num_threads, share=share, tier_bytes_per_s=spec.tier_bytes_per_s)
 
     @property
     def address(self) -> str:
@@ -302,7 +295,7 @@ class SimulatedWorker:
             self._cluster.loop.call_soon(self._turn)
 
     def _turn(self) -> None:
-        self._is_due = False
+        self._is_due = self._is_settled = False
         if self.is_dead or self._cluster.loop.time() < self._hangs_until or self._computes():
             return
         if self.core.turn(wait=False):
@@ -314,19 +307,22 @@ class SimulatedWorker:
 
     def _probe(self) -> None:
         """Raises AssertionError when the engine sleeps although a step could be launched (nobody would wake it), or
-        computes for a router that is gone, or where a send slot is lost."""
+        computes for a router that is gone, or where a send slot is lost. Once nothing has come of a look at an engine
+        without requests, not even stats that were due, it is let sleep until something is posted."""
         if self.is_dead:
             return
-        loop, num_steps = self._cluster.loop, self.ranks.num_steps
+        loop, core, num_steps = self._cluster.loop, self.core, self.ranks.num_steps
         loop.call_later(PROBE_S, self._probe)
-        _check_slots(self.core.prefill._sender)
-        for sequence in self.core.decode.running:
+        _check_slots(core.prefill._sender)
+        for sequence in core.decode.running:
             key = sequence.request.key
-            assert self.core.reporter.is_heard(key), f"{self.spec.worker_id} decodes {key}, and nobody waits for it"
-        if self._is_due or loop.time() < self._hangs_until:
+            assert core.reporter.is_heard(key), f"{self.spec.worker_id} decodes {key}, and nobody waits for it"
+        if self._is_due or self._is_settled or loop.time() < self._hangs_until:
             return
-        has_ended = self.core.turn(wait=False)
+        stats_due = core.stats_due
+        has_ended = core.turn(wait=False)
         assert not has_ended and self.ranks.num_steps == num_steps, f"{self.spec.worker_id} slept, and had work to do"
+        self._is_settled = not core.reporter.num_requests and stats_due == core.stats_due <= loop.time()
 
     def _dial(self, streams: HandoffStreams, connection: HandoffConnection, address: str, incarnation: str) -> None:
         if isinstance(streams, links.DirectStreams):

@@ -99,11 +99,14 @@ class Core:
         self._clock = clock
         self._stats = handoff_context.stats
         self._sent_stats = worker_pb2.WorkerStats()
+        self._figures: tuple[int, ...] = ()
+        """Those of blocks, sequences and requests that the stats have."""
         self._measured_cost: StepCost | None = None
         """The cost of steps that the stats have."""
         self._had_requests = False
         """Whether there were requests, by the stats that were sent last."""
-        self._stats_due = 0.0
+        self.stats_due = 0.0
+        """When stats are measured again, and sent if they have changed."""
         self._report_due = 0.0
         self._is_stopping = False
         self.reporter = reporters[0](step_log)
@@ -266,7 +269,7 @@ class Core:
     def _flush(self, is_idle: bool) -> None:
         now, reporter = self._clock(), self.reporter
         has_requests = reporter.num_requests > 0
-        is_due = now >= self._stats_due
+        is_due = now >= self.stats_due
         # While it has requests there will be another turn, so that some things may wait: stats until they are due, and
         # which blocks were evicted until others are stored in their place.
         is_last = is_due or not has_requests
@@ -277,7 +280,7 @@ class Core:
             if stats != self._sent_stats:
                 self._sent_stats.CopyFrom(stats)
                 self._had_requests = has_requests
-                self._stats_due = now + STATS_INTERVAL_S
+                self.stats_due = now + STATS_INTERVAL_S
                 reporter.send_all(worker_pb2.Event(stats=stats))
         if is_last or self.blocks.has_stored:
             self._cache_reporter.gather()
@@ -296,13 +299,22 @@ class Core:
     def _measure(self, *, is_due: bool = True) -> worker_pb2.WorkerStats:
         """What a step costs is worked out anew where that `is_due`: it takes longer than all the rest."""
         stats, blocks = self._stats, self.blocks
-        stats.blocks_free, stats.blocks_held = blocks.num_free, blocks.num_held
-        stats.blocks_cached, stats.blocks_total = blocks.num_cached, blocks.num_total
-        stats.num_running_seqs = self.decode.num_running + self.prefill.num_running
-        stats.num_waiting_requests = self.decode.num_waiting + self.prefill.num_waiting + len(self._grammars)
-        stats.num_requests = self.reporter.num_requests
-        stats.num_preemptions = self.decode.num_preemptions
-        stats.num_hit_tokens = blocks.hit_tokens["device"]
+        figures = (
+            blocks.num_free,
+            blocks.num_held,
+            blocks.num_cached,
+            blocks.num_total,
+            self.decode.num_running + self.prefill.num_running,
+            self.decode.num_waiting + self.prefill.num_waiting + len(self._grammars),
+            self.reporter.num_requests,
+            self.decode.num_preemptions,
+            blocks.hit_tokens["device"],
+        )
+        if figures != self._figures:  # a look at the same ones is cheaper than to put them into the message
+            self._figures = figures
+            stats.blocks_free, stats.blocks_held, stats.blocks_cached, stats.blocks_total = figures[:4]
+            stats.num_running_seqs, stats.num_waiting_requests, stats.num_requests = figures[4:7]
+            stats.num_preemptions, stats.num_hit_tokens = figures[7:]
         if self.tier is not None:
             self.tier.measure(stats)
         if is_due or self._measured_cost is None:

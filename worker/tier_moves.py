@@ -53,6 +53,8 @@ class TierMoves:
         self.seconds = dict.fromkeys(MoveKind, 0.0)
         """Of all moves, from when each was set off."""
         self.size_bytes = dict.fromkeys(MoveKind, 0)
+        self._figures: list[tuple[KvTierName, int, int, int]] = []
+        """Those that the stats have."""
         blocks.is_quicker = self.is_quicker
 
     def issue(self) -> None:
@@ -79,11 +81,13 @@ class TierMoves:
     def measure(self, stats: worker_pb2.WorkerStats) -> None:
         """Brings the figures of the tiers up to date; those without a slot are left out."""
         tiers: dict[KvTierName, KvTier] = {"host": self.blocks.host, "disk": self.blocks.disk}
-        del stats.tiers[:]
-        for name, tier in tiers.items():
-            if tier.num_total:
-                hits = self.blocks.hit_tokens[name]
-                stats.tiers.add(tier=name, blocks_kept=len(tier), blocks_total=tier.num_total, num_hit_tokens=hits)
+        hits = self.blocks.hit_tokens
+        figures = [(name, len(tier), tier.num_total, hits[name]) for name, tier in tiers.items() if tier.num_total]
+        if figures != self._figures:
+            self._figures = figures
+            del stats.tiers[:]
+            for name, num_kept, num_total, num_hit in figures:
+                stats.tiers.add(tier=name, blocks_kept=num_kept, blocks_total=num_total, num_hit_tokens=num_hit)
 
     def take_over(
         self, number: int, found: Callable[[], Iterable[tuple[int, TierKey]]], done: Callable[[str], None]

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from functools import partial
 from itertools import chain, islice, takewhile
 
 from cluster import prefix_hash
@@ -185,12 +184,12 @@ class TieredBlocks(BlockManager):
     def take_moves(self) -> list[BlockMove]:
         """Returns what is to be copied now; `moved` is to be called at the end of each."""
         moves: list[BlockMove] = []
-        for kind, next_move in (
-            (MoveKind.LOAD, partial(self._next_up, MoveKind.LOAD)),
-            (MoveKind.READ, partial(self._next_up, MoveKind.READ)),
-            (MoveKind.SAVE, self._next_to_save),
-            (MoveKind.SPILL, self._next_to_spill),
-        ):
+        for kind, waiting in self._to_load.items():
+            while waiting and self.num_under_way[kind] < MOST_MOVES:
+                self.num_under_way[kind] += 1
+                moves.append(BlockMove(kind, *zip(*waiting[:MOST_BLOCKS], strict=True)))
+                del waiting[:MOST_BLOCKS]
+        for kind, next_move in ((MoveKind.SAVE, self._next_to_save), (MoveKind.SPILL, self._next_to_spill)):
             while self.num_under_way[kind] < MOST_MOVES and (move := next_move()) is not None:
                 self.num_under_way[kind] += 1
                 moves.append(move)
@@ -205,10 +204,6 @@ class TieredBlocks(BlockManager):
         self._last_saves = saves[max(0, len(saves) - (room := self.disk.num_total)) :]
         spills = [key for key in self.host if key not in self.disk and key not in self._spilling]
         self._last_spills = spills[max(0, len(spills) + len(self._last_saves) - room) :]
-
-    def _next_up(self, kind: MoveKind) -> BlockMove | None:
-        part, self._to_load[kind] = self._to_load[kind][:MOST_BLOCKS], self._to_load[kind][MOST_BLOCKS:]
-        return BlockMove(kind, *zip(*part, strict=True)) if part else None
 
     def allocate(self, num_blocks: int) -> list[int]:
         self._num_given += num_blocks
