@@ -103,7 +103,7 @@ def flush_workers(admin: AdminOptions, workers: list[str], *, as_json: bool) -> 
         from cluster.pb.admin_pb2 import FlushPrefixCacheRequest
 
         flushed: dict[str, int] = {}
-        for worker_id in workers or _ready_workers(client):
+        for worker_id in workers or ready_workers(client):
             answer = client.on_worker("FlushPrefixCache", FlushPrefixCacheRequest(worker_id=worker_id))
             flushed[worker_id] = answer.num_blocks
             if not as_json:
@@ -112,7 +112,8 @@ def flush_workers(admin: AdminOptions, workers: list[str], *, as_json: bool) -> 
             print(json.dumps({"num_blocks": flushed}, indent=2))
 
 
-def _ready_workers(client: AdminClient) -> list[str]:
+def ready_workers(client: AdminClient) -> list[str]:
+    """The ids of all workers that take calls."""
     return [process.name for process in client.cluster().processes if process.role and process.state == "ready"]
 
 

@@ -20,7 +20,7 @@ from cli.common import INTERRUPTED, with_option_groups
 
 COMMANDS = (
     *("serve", "stop", "generate", "chat", "status", "top", "targets", "apply", "rebalance", "drain", "flush"),
-    *("cache", "doctor", "bench", "plan", "profile", "simulate", "config", "keys"),
+    *("cache", "sessions", "doctor", "bench", "plan", "profile", "simulate", "config", "keys"),
 )
 """In the order of `baton --help`."""
 _FILES = {"stop": "serve", "apply": "change", "rebalance": "change", "drain": "change", "flush": "change"}

@@ -17,6 +17,7 @@ from cluster.kv_groups import KvGroup
 from cluster.lifecycle import RequestKey
 from cluster.pb import worker_pb2
 from engine.kv.block_manager import BlockManager
+from engine.kv.retention import Session, SessionName
 from engine.sampling.constraint import Constraint
 from engine.sampling.params import SampledToken, SampleRow, SamplingParams
 from engine.step_input import BlockTable, ScoredSpan, SequenceSlice, table_of
@@ -38,6 +39,8 @@ class Request:
     """First output tokens by sequence index that an earlier attempt reported: taken as sampled, not reported again."""
     prompt_logprobs: int | None = None
     """Alternatives wanted beside the logprob of each prompt token; None: no logprobs of the prompt."""
+    session: Session | None = None
+    """For which its KV is kept afterwards; None: as that of any other."""
 
     @classmethod
     def from_proto(
@@ -57,6 +60,7 @@ class Request:
             use_prefix_cache=enable_prefix_cache and not admit.bypass_prefix_cache,
             known_tokens={known.sequence_index: tuple(known.token_ids) for known in admit.known_tokens},
             prompt_logprobs=admit.prompt_logprobs if admit.HasField("prompt_logprobs") else None,
+            session=_session_of(admit) if admit.HasField("session") else None,
         )
 
     def problem(self, vocab_size: int, max_model_len: int) -> str:
@@ -98,6 +102,11 @@ class Request:
         """Salt under which only attempts of this request find one another's blocks. No client can set it: client salts
         are UTF-8, and this is not."""
         return b"\xffattempts of " + self.key.request_id.encode()
+
+
+def _session_of(admit: worker_pb2.Admit) -> Session:
+    told = admit.session
+    return Session(SessionName(told.tenant, told.session_id), told.ttl_s)
 
 
 @dataclass(eq=False)
@@ -305,6 +314,8 @@ def keep_blocks(sequence: Sequence, blocks: BlockManager, num_tokens: int) -> in
 
 def release_blocks(sequence: Sequence, blocks: BlockManager) -> None:
     """Returns every block; the sequence can be recomputed from its tokens."""
+    if sequence.request.session is not None:
+        blocks.retain(sequence.request.session, sequence.block_table)
     blocks.release(sequence.block_table)
     sequence.block_table = table_of()
     sequence.num_computed_tokens = 0

@@ -15,10 +15,11 @@ from typing import Any, TypeVar
 
 from cluster.crash_record import CrashRecord
 from cluster.lifecycle import RequestKey
-from cluster.pb import worker_pb2
+from cluster.pb import admin_pb2, worker_pb2
 from cluster.settings import WorkerSettings
 from cluster.step_cost import StepCost
 from engine.kv.block_manager import BlockManager
+from engine.kv.retaining_blocks import RetainingBlocks
 from engine.kv.tiered_blocks import TieredBlocks
 from engine.sampling.constraint import Constrainer
 from engine.sequence import Request
@@ -28,7 +29,7 @@ from worker.grammar_queue import GrammarQueue, WaitingAdmit
 from worker.handoff_connection import HandoffContext
 from worker.handoffs import Dial, Handoffs
 from worker.prefill_role import PrefillRole
-from worker.reporter import CacheReporter, Reporter, RouterSession
+from worker.reporter import CacheReporter, Reporter, RouterSession, list_sessions
 from worker.step_pipeline import Ranks, StepPipeline
 from worker.steps import StepLog
 from worker.tier_moves import TierMoves
@@ -141,6 +142,8 @@ class Core:
         if isinstance(blocks, TieredBlocks) and blocks.host.num_total:
             self.tier = self._tier_of(blocks, handoff_context)
 
+        self.sessions = blocks if isinstance(blocks, RetainingBlocks) and blocks.session_share else None
+
     def _tier_of(self, blocks: TieredBlocks, context: HandoffContext) -> TierMoves:
         steps = self._steps
         return TierMoves(
@@ -177,6 +180,8 @@ class Core:
         """
         self.inbox.run(wait)
         has_ended = self._steps.advance(self._settings)
+        if self.sessions is not None:
+            self.sessions.tick(self._clock())
         if self.tier is not None:
             self.tier.issue()
         self._flush(is_idle=not has_ended)
@@ -291,6 +296,23 @@ class Core:
     def flush_cache(self) -> int:
         """On the engine thread: makes all that is cached unfindable; returns the blocks there were."""
         return self.blocks.flush_cache() if self.tier is None else self.tier.flush()
+
+    def kept_sessions(self, request: admin_pb2.ListSessionsRequest) -> admin_pb2.ListSessionsResponse:
+        """On the engine thread: whose KV is kept."""
+        if self.sessions is None:
+            return admin_pb2.ListSessionsResponse()
+        self.sessions.tick(now := self._clock(), at_once=True)
+        return list_sessions(self.sessions, request, now)
+
+    def end_session(self, request: admin_pb2.EndSessionRequest) -> int:
+        """On the engine thread: how many sessions of this id there were."""
+        if self.sessions is None:
+            return 0
+        names = {name for name, *_ in self.sessions.sessions() if name.session_id == request.session_id}
+        ended = [name for name in names if not request.HasField("tenant") or name.tenant == request.tenant]
+        for name in ended:
+            self.sessions.end(name)
+        return len(ended)
 
     def between_steps(self, work: Callable[[], T]) -> T | None:
         """On the engine thread (through the inbox): the result of `work`; None, and not run, during a step."""

@@ -24,6 +24,7 @@ from cluster.transports import shares_pages
 from engine.cpu_runtime import compute_with, end_helpers, keep_freed_memory, return_freed_memory
 from engine.kv.block_manager import BlockManager
 from engine.kv.pool import choose_page_copies, choose_pool_copies
+from engine.kv.retaining_blocks import RetainingBlocks
 from engine.kv.tiered_blocks import TieredBlocks
 from engine.memory import (
     Activations,
@@ -150,14 +151,16 @@ def _experts_line(experts: ExpertsConfig | None, rebalance_tokens: int) -> tuple
     return (f"experts: {experts.num_experts} in {experts.num_groups} groups of ranks, placed {how}",)
 
 
-def make_blocks(plan: MemoryPlan, enable_prefix_cache: bool, tier: TierCopies | None) -> BlockManager:
+def make_blocks(plan: MemoryPlan, engine: EngineSection, tier: TierCopies | None) -> BlockManager:
     """The books of a worker's KV pool, and of the tiers below it if there are any. `tier`: rank 0's."""
-    pool = plan.num_blocks, plan.block_size, enable_prefix_cache, plan.groups
-    if not plan.num_host_blocks:
-        return BlockManager(*pool)
-    blocks = TieredBlocks(*pool, num_slots=plan.num_host_blocks, num_disk_slots=plan.num_disk_blocks)
-    if tier is not None and tier.disk is not None:
-        blocks.find_again(tier.disk.keys())
+    pool = plan.num_blocks, plan.block_size, engine.enable_prefix_cache, plan.groups
+    blocks, tiered = RetainingBlocks(*pool), None
+    if plan.num_host_blocks:
+        slots = plan.num_host_blocks, plan.num_disk_blocks
+        blocks = tiered = TieredBlocks(*pool, num_slots=slots[0], num_disk_slots=slots[1])
+    blocks.session_share = engine.kv_session_share if engine.enable_prefix_cache else 0.0
+    if tiered is not None and tier is not None and tier.disk is not None:
+        tiered.find_again(tier.disk.keys())
     return blocks
 
 

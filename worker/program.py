@@ -228,7 +228,7 @@ class Leader(RankProgram):
         return Core(
             inbox,
             ranks,
-            make_blocks(plan, settings.engine.enable_prefix_cache, loaded.transfer_engine.tier),
+            make_blocks(plan, settings.engine, loaded.transfer_engine.tier),
             context,
             dial,
             settings,

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 
 from cluster.lifecycle import RequestKey
-from cluster.pb import generation_pb2, worker_pb2
+from cluster.pb import admin_pb2, generation_pb2, worker_pb2
 from engine.kv.block_manager import BlockManager
 from engine.kv.cache_events import CacheEvents
+from engine.kv.retaining_blocks import RetainingBlocks
 from engine.sampling.params import Finish, SampledToken, check_finish
 from engine.sequence import Sequence
 from worker.steps import StepLog
@@ -230,3 +231,27 @@ def finish_to_proto(finish: Finish, tokens: worker_pb2.Tokens) -> None:
     tokens.finish_reason = _FINISH_REASONS[finish.reason]
     if finish.stop_token_id is not None:
         tokens.stop_token_id = finish.stop_token_id
+
+
+def list_sessions(
+    blocks: RetainingBlocks, request: admin_pb2.ListSessionsRequest, now: float
+) -> admin_pb2.ListSessionsResponse:
+    """The sessions that a request asks for, the newest first, and how much of each lies in which tier."""
+    found = [each for each in blocks.sessions() if not request.HasField("tenant") or each[0].tenant == request.tenant]
+    newest = found[: -request.num_sessions - 1 : -1]
+    return admin_pb2.ListSessionsResponse(
+        sessions=[
+            admin_pb2.KeptSession(
+                tenant=name.tenant,
+                session_id=name.session_id,
+                tiers=[
+                    admin_pb2.SessionBlocks(tier=tier, num_blocks=blocks.num_kept(tier, keys))
+                    for tier in blocks.retentions
+                ],
+                remaining_s=max(0.0, until - now),
+            )
+            for name, keys, until in newest
+        ],
+        num_total=len(found),
+        has_share=True,
+    )

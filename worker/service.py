@@ -15,6 +15,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
@@ -252,6 +253,17 @@ class WorkerService(
     ) -> admin_pb2.FlushPrefixCacheResponse:
         num_blocks = await self._on_engine_thread(request.worker_id, context, self._core.flush_cache)
         return admin_pb2.FlushPrefixCacheResponse(num_blocks=num_blocks)
+
+    async def ListSessions(
+        self, request: admin_pb2.ListSessionsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.ListSessionsResponse:
+        return await self._on_engine_thread(request.worker_id, context, partial(self._core.kept_sessions, request))
+
+    async def EndSession(
+        self, request: admin_pb2.EndSessionRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.EndSessionResponse:
+        work = partial(self._core.end_session, request)
+        return admin_pb2.EndSessionResponse(num_ended=await self._on_engine_thread(request.worker_id, context, work))
 
     async def _on_engine_thread(
         self, worker_id: str, context: grpc.aio.ServicerContext[Any, Any], work: Callable[[], T]

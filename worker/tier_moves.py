@@ -12,7 +12,7 @@ from functools import partial
 
 from cluster.pb import rank_pb2, worker_pb2
 from cluster.step_cost import StepCost
-from engine.kv.kv_tier import BlockMove, KvTier, KvTierName, MoveKind, TierKey
+from engine.kv.kv_tier import BlockMove, KvTierName, MoveKind, TierKey
 from engine.kv.tiered_blocks import TieredBlocks
 from worker.handoff_connection import Done, ErrorKind
 
@@ -80,7 +80,7 @@ class TierMoves:
 
     def measure(self, stats: worker_pb2.WorkerStats) -> None:
         """Brings the figures of the tiers up to date; those without a slot are left out."""
-        tiers: dict[KvTierName, KvTier] = {"host": self.blocks.host, "disk": self.blocks.disk}
+        tiers = self.blocks.tiers
         hits = self.blocks.hit_tokens
         figures = [(name, len(tier), tier.num_total, hits[name]) for name, tier in tiers.items() if tier.num_total]
         if figures != self._figures:

@@ -88,6 +88,9 @@ class RouterSection:
     prefix_fetch: choices.PrefixFetchName = "auto"
     """Whether a worker fetches the beginning of a prompt from another one that has it in its prefix cache. auto: where
     that is predicted to be quicker than to compute it; always: whenever it spares a block; off: never."""
+    session_ttl_s: float = bounded(0.0, at_least=0, at_most=DAY_S)
+    """Seconds after a request with a `session_id` for which workers evict its KV after that of others, up to
+    `engine.kv_session_share` of their caches; 0: its KV is as that of any other."""
     max_running_requests: int | None = bounded(None, at_least=1, at_most=2**20)
     """Requests handed to workers at one time. null: 256, or as many as the decode workers step at a time if that is
     more."""

@@ -90,6 +90,10 @@ class EngineSection:
     kv_disk_path: str | None = None
     """Folder for that on a local disk of every node, relative to the folder of this file; each worker has a file there
     for each of its ranks, which only its owner can read. null: `~/.cache/baton/kv`."""
+    kv_session_share: float = bounded(0.5, at_least=0, at_most=0.9)
+    """Share of the KV pool, and of host memory and disk below it, in which the KV of sessions is kept while theirs is
+    not the only KV that can be given up (`router.session_ttl_s`). Where it is full, the tenant with the most loses its
+    least recently used session. 0: sessions are as all others."""
     memory_utilization: float = bounded(0.9, above=0, at_most=1)
     """Share of the memory that is free when a worker starts that its weights, activations and KV pool may take."""
     max_num_batched_tokens: int = bounded(2048, at_least=1, at_most=2**24, is_run_time=True)

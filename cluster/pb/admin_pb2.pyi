@@ -356,6 +356,62 @@ class FlushPrefixCacheResponse(_message.Message):
     num_blocks: int
     def __init__(self, num_blocks: _Optional[int] = ...) -> None: ...
 
+class ListSessionsRequest(_message.Message):
+    __slots__ = ("worker_id", "tenant", "num_sessions")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    tenant: str
+    num_sessions: int
+    def __init__(self, worker_id: _Optional[str] = ..., tenant: _Optional[str] = ..., num_sessions: _Optional[int] = ...) -> None: ...
+
+class ListSessionsResponse(_message.Message):
+    __slots__ = ("sessions", "num_total", "has_share")
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    HAS_SHARE_FIELD_NUMBER: _ClassVar[int]
+    sessions: _containers.RepeatedCompositeFieldContainer[KeptSession]
+    num_total: int
+    has_share: bool
+    def __init__(self, sessions: _Optional[_Iterable[_Union[KeptSession, _Mapping]]] = ..., num_total: _Optional[int] = ..., has_share: bool = ...) -> None: ...
+
+class KeptSession(_message.Message):
+    __slots__ = ("tenant", "session_id", "tiers", "remaining_s")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    REMAINING_S_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    session_id: str
+    tiers: _containers.RepeatedCompositeFieldContainer[SessionBlocks]
+    remaining_s: float
+    def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[SessionBlocks, _Mapping]]] = ..., remaining_s: _Optional[float] = ...) -> None: ...
+
+class SessionBlocks(_message.Message):
+    __slots__ = ("tier", "num_blocks")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    num_blocks: int
+    def __init__(self, tier: _Optional[str] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
+class EndSessionRequest(_message.Message):
+    __slots__ = ("worker_id", "session_id", "tenant")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    session_id: str
+    tenant: str
+    def __init__(self, worker_id: _Optional[str] = ..., session_id: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
+
+class EndSessionResponse(_message.Message):
+    __slots__ = ("num_ended",)
+    NUM_ENDED_FIELD_NUMBER: _ClassVar[int]
+    num_ended: int
+    def __init__(self, num_ended: _Optional[int] = ...) -> None: ...
+
 class GetClusterRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

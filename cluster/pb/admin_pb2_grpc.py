@@ -461,6 +461,16 @@ class WorkerControlServiceStub(object):
                 request_serializer=cluster_dot_pb_dot_admin__pb2.FlushPrefixCacheRequest.SerializeToString,
                 response_deserializer=cluster_dot_pb_dot_admin__pb2.FlushPrefixCacheResponse.FromString,
                 _registered_method=True)
+        self.ListSessions = channel.unary_unary(
+                '/baton.admin.v1.WorkerControlService/ListSessions',
+                request_serializer=cluster_dot_pb_dot_admin__pb2.ListSessionsRequest.SerializeToString,
+                response_deserializer=cluster_dot_pb_dot_admin__pb2.ListSessionsResponse.FromString,
+                _registered_method=True)
+        self.EndSession = channel.unary_unary(
+                '/baton.admin.v1.WorkerControlService/EndSession',
+                request_serializer=cluster_dot_pb_dot_admin__pb2.EndSessionRequest.SerializeToString,
+                response_deserializer=cluster_dot_pb_dot_admin__pb2.EndSessionResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerControlServiceServicer(object):
@@ -475,6 +485,20 @@ class WorkerControlServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListSessions(self, request, context):
+        """Returns the sessions whose KV the worker keeps.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EndSession(self, request, context):
+        """Keeps the KV of a session no longer than that of others.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerControlServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -482,6 +506,16 @@ def add_WorkerControlServiceServicer_to_server(servicer, server):
                     servicer.FlushPrefixCache,
                     request_deserializer=cluster_dot_pb_dot_admin__pb2.FlushPrefixCacheRequest.FromString,
                     response_serializer=cluster_dot_pb_dot_admin__pb2.FlushPrefixCacheResponse.SerializeToString,
+            ),
+            'ListSessions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSessions,
+                    request_deserializer=cluster_dot_pb_dot_admin__pb2.ListSessionsRequest.FromString,
+                    response_serializer=cluster_dot_pb_dot_admin__pb2.ListSessionsResponse.SerializeToString,
+            ),
+            'EndSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndSession,
+                    request_deserializer=cluster_dot_pb_dot_admin__pb2.EndSessionRequest.FromString,
+                    response_serializer=cluster_dot_pb_dot_admin__pb2.EndSessionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -513,6 +547,60 @@ class WorkerControlService(object):
             '/baton.admin.v1.WorkerControlService/FlushPrefixCache',
             cluster_dot_pb_dot_admin__pb2.FlushPrefixCacheRequest.SerializeToString,
             cluster_dot_pb_dot_admin__pb2.FlushPrefixCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSessions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.admin.v1.WorkerControlService/ListSessions',
+            cluster_dot_pb_dot_admin__pb2.ListSessionsRequest.SerializeToString,
+            cluster_dot_pb_dot_admin__pb2.ListSessionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.admin.v1.WorkerControlService/EndSession',
+            cluster_dot_pb_dot_admin__pb2.EndSessionRequest.SerializeToString,
+            cluster_dot_pb_dot_admin__pb2.EndSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

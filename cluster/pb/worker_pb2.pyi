@@ -38,7 +38,7 @@ class Command(_message.Message):
     def __init__(self, admit: _Optional[_Union[Admit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., resync_cache: _Optional[_Union[ResyncCache, _Mapping]] = ..., update_settings: _Optional[_Union[UpdateSettings, _Mapping]] = ...) -> None: ...
 
 class Admit(_message.Message):
-    __slots__ = ("key", "role", "prompt_token_ids", "sampling", "decode_peer", "expect_handoff", "cache_salt", "bypass_prefix_cache", "known_tokens", "prompt_logprobs", "tell_each_token", "prefix_only")
+    __slots__ = ("key", "role", "prompt_token_ids", "sampling", "decode_peer", "expect_handoff", "cache_salt", "bypass_prefix_cache", "known_tokens", "prompt_logprobs", "tell_each_token", "prefix_only", "session")
     KEY_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +51,7 @@ class Admit(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TELL_EACH_TOKEN_FIELD_NUMBER: _ClassVar[int]
     PREFIX_ONLY_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
     key: RequestKey
     role: Role
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -63,7 +64,18 @@ class Admit(_message.Message):
     prompt_logprobs: int
     tell_each_token: bool
     prefix_only: bool
-    def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., decode_peer: _Optional[_Union[Peer, _Mapping]] = ..., expect_handoff: bool = ..., cache_salt: _Optional[bytes] = ..., bypass_prefix_cache: bool = ..., known_tokens: _Optional[_Iterable[_Union[KnownTokens, _Mapping]]] = ..., prompt_logprobs: _Optional[int] = ..., tell_each_token: bool = ..., prefix_only: bool = ...) -> None: ...
+    session: Session
+    def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., decode_peer: _Optional[_Union[Peer, _Mapping]] = ..., expect_handoff: bool = ..., cache_salt: _Optional[bytes] = ..., bypass_prefix_cache: bool = ..., known_tokens: _Optional[_Iterable[_Union[KnownTokens, _Mapping]]] = ..., prompt_logprobs: _Optional[int] = ..., tell_each_token: bool = ..., prefix_only: bool = ..., session: _Optional[_Union[Session, _Mapping]] = ...) -> None: ...
+
+class Session(_message.Message):
+    __slots__ = ("tenant", "session_id", "ttl_s")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    session_id: str
+    ttl_s: float
+    def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., ttl_s: _Optional[float] = ...) -> None: ...
 
 class KnownTokens(_message.Message):
     __slots__ = ("sequence_index", "token_ids")

@@ -3,10 +3,9 @@
 A block is free (content worthless), held (referenced by at least one owner) or cached (published, referenced by nobody,
 evicted least recently used first). Invariant, always: free + held + cached == total; `check` proves it.
 While steps run (`begin_step` to `end_step`), what is released stays held until the newest of them has ended, which may
-still touch it.
-Only a full block whose KV is computed may be published; its digest (`cluster.prefix_hash`) covers all tokens before it
-as well, so that equal digests mean equal KV. A watcher of the cache can take the net change of its digests: what waits
-to be taken is bounded by `MAX_CHANGES`, beyond which a snapshot takes the place of the changes.
+still touch it. Only a full block whose KV is computed may be published; its digest (`cluster.prefix_hash`) covers all
+tokens before it as well, so that equal digests mean equal KV. A watcher of the cache can take the net change of its
+digests: what waits is bounded by `MAX_CHANGES`, beyond which a snapshot takes the place of the changes.
 
 Any block serves any group of layers (`cluster.kv_groups`). A sequence's block table has a block of each group for its
 first tokens, then of each group for the tokens behind those, and so on; -1 where a group keeps nothing of them. Cached
@@ -17,7 +16,7 @@ Knows nothing of tensors, requests or time. Used from one thread.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, Iterable, MutableSequence, Sequence, Set
+from collections.abc import Collection, Iterable, MutableMapping, MutableSequence, Sequence, Set
 from itertools import islice, takewhile
 
 from cluster import prefix_hash
@@ -25,6 +24,7 @@ from cluster.kv_groups import KvGroup
 from engine.kv.cache_events import MAX_CHANGES, CacheChanges, CacheEvents
 from engine.kv.errors import BlockAccountingError, NoFreeBlocks
 from engine.kv.kv_tier import KvTierName
+from engine.kv.retention import Session
 
 MOST_STEPS = 2
 """Steps that run at a time, at most: one, and one that was launched behind it."""
@@ -48,12 +48,11 @@ class BlockManager:
         self.has_windows = any(group.window is not None for group in groups)
         self._refcounts = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: few blocks in use touch few pages of memory
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._cached: MutableMapping[int, None] = OrderedDict()  # what is evicted first is first
         self._digests: dict[int, bytes] = {}  # content of full blocks, also of private twins of a published block
         self._published: list[dict[bytes, int]] = [{} for _ in groups]
         self._group_of = [0] * num_blocks  # of those with a digest
-        self.hit_tokens = Counter[KvTierName]()
-        """Tokens found for sequences since the start, by where they were."""
+        self.hit_tokens = Counter[KvTierName]()  # found for sequences since the start, by where they were
         self._changes: CacheChanges | None = None  # None: nobody watches the cache
         self._released_in_steps: deque[list[list[int]]] = deque()  # of each step that runs, the oldest first
 
@@ -143,6 +142,9 @@ class BlockManager:
             else:
                 del digests[block]
                 free.append(block)
+
+    def retain(self, session: Session, blocks: Sequence[int]) -> None:
+        """Keeps published blocks for a session; does nothing where sessions have no share."""
 
     def begin_step(self) -> None:
         """A step that reads and writes held blocks has been launched, behind those that run."""
@@ -236,7 +238,6 @@ class BlockManager:
         num_landed: int = 0,
     ) -> None:
         """Makes the full blocks of a sequence findable, as far as the KV of its first `num_computed` tokens reaches.
-
         Of the first `num_landed`, computed elsewhere, a window may hold no more than the token behind them sees.
         Idempotent, and cheap when repeated: hashing goes on where an earlier call stopped. Where an equal block is
         published already, this sequence's own stays private."""
@@ -297,8 +298,7 @@ class BlockManager:
         return next((digest for digest in known if digest is not None), None)
 
     def flush_cache(self) -> int:
-        """Makes every published block unfindable, and free unless it is held; returns how many there were. Owners keep
-        what they hold, and publish what they fill from now on."""
+        """Makes every published block unfindable, and free unless an owner holds it; returns how many there were."""
         num_published = sum(map(len, self._published))
         self._evict(len(self._cached))
         self._report_evicted(self._published[0])

@@ -15,6 +15,8 @@ from enum import Enum
 from itertools import islice
 from typing import Literal
 
+from engine.kv.retention import EvictionOrder, Retention
+
 KvTierName = Literal["device", "host", "disk"]
 """Where KV lies: in the device's pool, or in a tier below it."""
 TierKey = tuple[int, bytes]
@@ -86,10 +88,17 @@ class KvTier:
         self.num_total = num_slots
         self._free = list(range(num_slots - 1, -1, -1))
         self._moving: set[int] = set()
-        self._kept: OrderedDict[TierKey, int] = OrderedDict()  # least recently used first
+        self._kept: OrderedDict[TierKey, int] | EvictionOrder[TierKey, int] = OrderedDict()  # in the order of giving up
         self._pins: Counter[int] = Counter()
         self._given_up: set[int] = set()
         """Slots that are pinned, and free as soon as they are not: nobody finds them any more."""
+
+    def retain_for_sessions(self, share: float) -> Retention[TierKey]:
+        """Gives up last from now on what is retained, so large a part of the tier at most."""
+        retention: Retention[TierKey] = Retention(int(self.num_total * share))
+        kept = EvictionOrder(retention.__contains__, self._kept)
+        retention.on_change, self._kept = kept.sort_in, kept
+        return retention
 
     def __contains__(self, key: TierKey) -> bool:
         return key in self._kept

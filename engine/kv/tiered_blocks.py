@@ -22,8 +22,8 @@ from itertools import chain, islice, takewhile
 
 from cluster import prefix_hash
 from cluster.kv_groups import KvGroup
-from engine.kv.block_manager import BlockManager
 from engine.kv.kv_tier import BlockMove, KvTier, KvTierName, MoveKind, TierCounts, TierKey
+from engine.kv.retaining_blocks import RetainingBlocks
 
 MOST_BLOCKS = 64
 """Blocks of one move: the next one begins when it has ended."""
@@ -34,7 +34,7 @@ IsQuicker = Callable[[Mapping[MoveKind, int], int, int], bool]
 """Whether to load and read so many blocks is quicker than to compute so many tokens, behind so many that are there."""
 
 
-class TieredBlocks(BlockManager):
+class TieredBlocks(RetainingBlocks):
     """A block manager with `num_slots` blocks in host memory, and `num_disk_slots` on a disk."""
 
     def __init__(
@@ -52,6 +52,7 @@ class TieredBlocks(BlockManager):
         that are lost; None: half of the pool. Never more than host memory holds."""
         super().__init__(num_blocks, block_size, enable_prefix_cache, groups)
         self.host, self.disk = KvTier(num_slots), KvTier(num_disk_slots)
+        self.tiers = {"host": self.host, "disk": self.disk}
         self.is_quicker: IsQuicker = lambda num_moves, num_tokens, num_before: True
         self.counts = TierCounts()
         self._num_ahead = min(num_slots, -(-num_blocks // 2) if num_ahead is None else num_ahead)
@@ -146,9 +147,6 @@ class TieredBlocks(BlockManager):
     def _is_known(self, place: int, digest: bytes) -> bool:
         key = (place, digest)
         return digest in self._published[place] or key in self._arriving_at or self._is_below(key)
-
-    def _key_of(self, block: int) -> TierKey:
-        return self._group_of[block], self._digests[block]
 
     def _is_below(self, key: TierKey) -> bool:
         return key in self.host or key in self.disk

@@ -100,7 +100,9 @@ class Dispatcher:
             self._on_refused,
         )
         self.admission = self.waiting.admission
-        self.running = RunningRequests(self.fleet, self._policy, self.admission, self.counters, clock)
+        self.running = RunningRequests(
+            self.fleet, self._policy, self.admission, self.counters, clock, settings.router.session_ttl_s
+        )
         self._recovery = RequestRecovery(
             self.fleet, self.waiting, self.running, self.counters, self._demand, clock, self._pump
         )

@@ -35,7 +35,10 @@ class RunningRequests:
         admission: Admission,
         counters: Counters,
         clock: Callable[[], float],
+        session_ttl_s: float = 0.0,
     ) -> None:
+        """`session_ttl_s`: for which workers keep the KV of sessions; 0: they are not told of them."""
+        self._session_ttl_s = session_ttl_s
         self._on_decision: Callable[[float], None] = lambda seconds: None
         self._fleet = fleet
         self._policy = policy
@@ -199,6 +202,7 @@ class RunningRequests:
     def _send(self, live: LiveRequest, attempt: Attempt) -> None:
         """To prefill first, whose Open is on its way while decode is sent its part; that takes both in either order."""
         prefill, decode, command = attempt.prefill, attempt.workers[-1], _admit(live)
+        self._keep_for_session(live, command.admit)
         if prefill is None:
             self._counters.local_prefills += 1
         else:
@@ -209,6 +213,12 @@ class RunningRequests:
         for sequence in live.sequences:
             if sequence.end is not None:  # by an earlier attempt
                 attempt.cancel(sequence.index)
+
+    def _keep_for_session(self, live: LiveRequest, admit: worker_pb2.Admit) -> None:
+        """Has workers keep the KV for the session that the request names, if it names one."""
+        if self._session_ttl_s and live.request.session_id and not live.request.bypass_prefix_cache:
+            admit.session.tenant, admit.session.session_id = live.principal.tenant, live.request.session_id
+            admit.session.ttl_s = self._session_ttl_s
 
     def _remove(self, live: LiveRequest) -> None:
         """Gives back everything that the request had charged."""

@@ -208,3 +208,29 @@ def test_a_worker_that_began_beside_the_one_it_replaces_has_all_that_one_had(tp_
         assert tier["failed"] == 0 and tier["read"] == 24 * len(prompts), tier
         files = sorted(file.name for file in (tmp_path / "kv").glob("*/*.rank*"))
         assert files == [f"1.rank{rank}" for rank in range(tp_size)]
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("host_bytes", [0, 80 * BLOCK_BYTES])
+def test_a_session_is_found_when_others_have_had_the_caches_and_outputs_stay_the_same(
+    host_bytes: int, tmp_path: Path
+) -> None:
+    prompts = [prompt_of(number, 300) for number in range(8)]
+    expected = [completions[0].token_ids for completions in single_process(prompts, [GREEDY] * len(prompts))]
+    more = {"kv_cache_tokens": POOL, "max_model_len": 512, "kv_host_bytes": host_bytes}
+    with PlainCluster(BUNDLED_MODEL, tmp_path, router={"session_ttl_s": 60.0}, **more) as cluster:
+
+        def ask(number: int, session_id: str = "") -> int:
+            """Cached tokens."""
+            spec = token_spec(prompts[number], NUM_TOKENS)
+            spec.scheduling.session_id = session_id
+            stream = Stream(cluster, spec, name=str(number))
+            events = stream.result()
+            assert tuple(stream.token_ids()) == expected[number]
+            return next(e.completed.usage.cached_tokens for e in events if e.HasField("completed"))
+
+        assert ask(0, "chat") == ask(1) == 0
+        for number in range(2, 8):
+            ask(number)
+        assert ask(0, "chat") >= 288, "all but the last block"
+        assert ask(1) == 0, "it is as old, and belongs to no session"

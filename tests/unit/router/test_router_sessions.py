@@ -7,9 +7,12 @@ from typing import get_args
 
 import pytest
 from candidates import FakeCandidate, request_of
+from wired_router import ManualClock, WiredRouter, run
 
 from cluster.config.choices import PolicyName
+from cluster.pb import worker_pb2
 from cluster.step_cost import StepCost
+from router.api.call import Principal
 from router.routing.load_tracker import Charge, LoadTracker, Placement, PlacementKind, RequestLoad
 from router.routing.policies import policy_class
 from router.routing.policies.interface import Policy, RoutingContext, SessionKey
@@ -142,3 +145,20 @@ def test_a_placement_has_a_kind(num_tokens: int, cached: int, busy: str, kind: P
 def test_without_a_prefill_worker_that_is_the_kind() -> None:
     for name in get_args(PolicyName):
         assert policy_of(name=name).choose(request_of(10), [], DECODE).kind is PlacementKind.LOCAL_NO_PREFILL
+
+
+@pytest.mark.parametrize("ttl_s", [0, 60])
+def test_workers_are_told_of_a_session_whose_kv_is_to_be_kept(ttl_s: float) -> None:
+    async def scenario(clock: ManualClock) -> None:
+        router = WiredRouter(clock, ["p0", "d0"], session_ttl_s=ttl_s)
+        router.submit(session_id="chat", principal=Principal("key", "acme"))
+        router.submit()
+        of_session, alone = router.workers["d0"].take_admits()
+        assert of_session.HasField("session") is bool(ttl_s) and not alone.HasField("session")
+        if ttl_s:
+            told = worker_pb2.Session(tenant="acme", session_id="chat", ttl_s=60)
+            assert of_session.session == told
+            first = router.workers["p0"].take_admits()[:1]
+            assert all(admit.session == told for admit in first)
+
+    run(scenario)
