@@ -201,12 +201,14 @@ class OutputOptions(_message.Message):
     def __init__(self, text: bool = ..., token_ids: bool = ..., top_logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., include_timing: bool = ..., stream_interval_tokens: _Optional[int] = ...) -> None: ...
 
 class CacheOptions(_message.Message):
-    __slots__ = ("cache_salt", "bypass_prefix_cache")
+    __slots__ = ("cache_salt", "bypass_prefix_cache", "retain_for")
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     BYPASS_PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
+    RETAIN_FOR_FIELD_NUMBER: _ClassVar[int]
     cache_salt: str
     bypass_prefix_cache: bool
-    def __init__(self, cache_salt: _Optional[str] = ..., bypass_prefix_cache: bool = ...) -> None: ...
+    retain_for: _duration_pb2.Duration
+    def __init__(self, cache_salt: _Optional[str] = ..., bypass_prefix_cache: bool = ..., retain_for: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class SchedulingOptions(_message.Message):
     __slots__ = ("priority", "session_id", "queue_timeout")

@@ -13,6 +13,8 @@ from engine.kv.kv_tier import KvTier, KvTierName, TierKey
 from engine.kv.retention import EvictionOrder, Retention, Session, SessionName
 
 EXPIRE_EVERY_S = 1.0
+NAMELESS = "prefix-"
+"""What the ids of sessions begin with that are named by the digest of their last block."""
 
 
 class RetainingBlocks(BlockManager):
@@ -43,8 +45,17 @@ class RetainingBlocks(BlockManager):
         if not self.retentions:
             self._begin_retention()
         keys = [self._key_of(block) for block in blocks if block in self._digests]
+        name = session.name if session.name.session_id or not keys else self._name_by(session.name.tenant, keys)
         for retention in self.retentions.values():
-            retention.retain(session.name, keys, self._now + session.ttl_s)
+            retention.retain(name, keys, self._now + session.ttl_s)
+
+    def _name_by(self, tenant: str, keys: Sequence[TierKey]) -> SessionName:
+        """The session of what lies in these blocks. Those of their beginnings end."""
+        *before, last = (SessionName(tenant, f"{NAMELESS}{digest.hex()}") for _, digest in keys)
+        for name in before:
+            if name != last:
+                self.end(name)
+        return last
 
     def _begin_retention(self) -> None:
         retention: Retention[TierKey] = Retention(int(self.num_total * self.session_share))

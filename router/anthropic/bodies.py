@@ -22,10 +22,14 @@ _MOST_BLOCKS = 1024
 
 
 class CacheControl(Body):
-    """Every prompt is kept in the prefix cache; with this, usage says how much of this one was new there."""
+    """Every prompt is kept in the prefix cache; with this, longer than others, and usage says how much was new."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
+
+    @property
+    def ttl_s(self) -> int:
+        return 3600 if self.ttl == "1h" else 300
 
 
 class _Marked(Body):
@@ -208,5 +212,7 @@ class MessagesBody(CountBody):
     diagnostics: Any = None
     thread: Any = None
     """Refused in a way that clients know: they go on without."""
+    session_id: str | None = None
+    """Baton's own: the conversation, whose turns go to the same workers and whose KV may be kept."""
     timing: bool = False
     """Baton's own: the answer, or its error, tells why it ran where it did and how long it took."""

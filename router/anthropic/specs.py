@@ -20,6 +20,7 @@ from cluster.pb import generation_pb2 as pb
 from router.anthropic.answers import NO_THREADS
 from router.anthropic.bodies import (
     Block,
+    CacheControl,
     CountBody,
     MessageParam,
     MessagesBody,
@@ -67,6 +68,10 @@ def message_spec(body: MessagesBody, request_id: str) -> pb.GenerationSpec:
     stopping.clip_to_context = True
     stopping.stop.extend(body.stop_sequences or ())
     spec.output.include_timing = body.timing
+    spec.scheduling.session_id = body.session_id or ""
+    longest = max((mark.ttl_s for mark in _cache_marks(body)), default=0)
+    if longest:
+        spec.cache.retain_for.FromSeconds(longest)
     form = body.output_config.format if body.output_config is not None else None
     form = form or body.output_format
     if form is not None:
@@ -85,11 +90,16 @@ def count_request(body: CountBody) -> pb.TokenizeRequest:
 
 def has_cache_marks(body: CountBody) -> bool:
     """Whether the client asks to have a part of the prompt cached, and so wants to know what came of it."""
+    return any(True for _ in _cache_marks(body))
+
+
+def _cache_marks(body: CountBody) -> Iterator[CacheControl]:
     system = body.system if isinstance(body.system, list) else ()
     blocks = (block for message in body.messages if isinstance(message.content, list) for block in message.content)
-    return any(
-        getattr(each, "cache_control", None) is not None for each in (body, *system, *(body.tools or ()), *blocks)
-    )
+    for each in (body, *system, *(body.tools or ()), *blocks):
+        mark = getattr(each, "cache_control", None)
+        if mark is not None:
+            yield mark
 
 
 def _reason(reasoning: pb.ReasoningOptions, body: CountBody, wrong: Violations) -> None:

@@ -164,6 +164,8 @@ class ValidatedRequest:
     client_request_id: str
     session_id: str = ""
     """Empty: it belongs to no session."""
+    retain_s: float = 0.0
+    """Seconds for which the client wants its KV kept."""
     new_parts: Callable[[str], OutputParts] | None = None
     """Makes what reads the text of one sequence, with a name of its own for the ids of its calls; None: it is text."""
     marks: frozenset[str] = frozenset()

@@ -104,7 +104,8 @@ def validate(
         _constrain_form(spec, form, model, try_form, sampling, wrong)
     _reasoning(spec, wrong)
     _output(spec.output, sampling, len(token_ids), wrong)
-    queue_timeout_s = _queue_timeout(spec.scheduling, wrong)
+    queue_timeout_s = _seconds(spec, "scheduling", "queue_timeout", wrong)
+    retain_s = _seconds(spec, "cache", "retain_for", wrong) or 0.0
     wrong.number("scheduling.priority", spec.scheduling.priority, -MOST_PRIORITY, MOST_PRIORITY)
     _names(spec, wrong)
     if wrong.found:
@@ -129,6 +130,7 @@ def validate(
         prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
         client_request_id=spec.request_id,
         session_id=spec.scheduling.session_id,
+        retain_s=retain_s,
         new_parts=partial(SequenceParts, form, streams_calls=is_streaming and bool(sampling.grammar)) if form else None,
         marks=form.marks if form is not None else frozenset(),
     )
@@ -320,9 +322,12 @@ def _names(spec: generation_pb2.GenerationSpec, wrong: Violations) -> None:
             wrong.add(field, f"must be at most {LONGEST_NAME} characters long (got {len(text)})")
 
 
-def _queue_timeout(scheduling: generation_pb2.SchedulingOptions, wrong: Violations) -> float | None:
-    if not scheduling.HasField("queue_timeout"):
+def _seconds(spec: generation_pb2.GenerationSpec, section: str, name: str, wrong: Violations) -> float | None:
+    """A duration of the request; None where it is not set."""
+    options = getattr(spec, section)
+    if not options.HasField(name):
         return None
-    timeout_s = scheduling.queue_timeout.seconds + scheduling.queue_timeout.nanos / 1e9
-    wrong.number("scheduling.queue_timeout", timeout_s, 0, LONGEST_TIMEOUT_S)
-    return timeout_s
+    duration = getattr(options, name)
+    seconds: float = duration.seconds + duration.nanos / 1e9
+    wrong.number(f"{section}.{name}", seconds, 0, LONGEST_TIMEOUT_S)
+    return seconds

@@ -215,10 +215,12 @@ class RunningRequests:
                 attempt.cancel(sequence.index)
 
     def _keep_for_session(self, live: LiveRequest, admit: worker_pb2.Admit) -> None:
-        """Has workers keep the KV for the session that the request names, if it names one."""
-        if self._session_ttl_s and live.request.session_id and not live.request.bypass_prefix_cache:
-            admit.session.tenant, admit.session.session_id = live.principal.tenant, live.request.session_id
-            admit.session.ttl_s = self._session_ttl_s
+        """Has workers keep the KV for the session that the request names, or as long as it asks for."""
+        request = live.request
+        ttl_s = self._session_ttl_s if request.session_id else min(request.retain_s, self._session_ttl_s)
+        if ttl_s and not request.bypass_prefix_cache:
+            admit.session.tenant, admit.session.session_id = live.principal.tenant, request.session_id
+            admit.session.ttl_s = ttl_s
 
     def _remove(self, live: LiveRequest) -> None:
         """Gives back everything that the request had charged."""

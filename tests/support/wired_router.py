@@ -165,6 +165,7 @@ class WiredRouter:
         stop: Sequence[str] = (),
         prompt_logprobs: int | None = None,
         session_id: str = "",
+        retain_s: int = 0,
         priority: int = 0,
         queue_timeout_s: int | None = None,
         time_left_s: float | None = None,
@@ -183,6 +184,8 @@ class WiredRouter:
             stopping=pb.StoppingCriteria(max_output_tokens=max_output_tokens, stop=stop),
             scheduling=scheduling,
         )
+        if retain_s:
+            spec.cache.retain_for.FromSeconds(retain_s)
         request = validate(
             spec, _MODEL, lambda text: tuple(ids(str(text))), try_grammar=lambda _, text: text, fresh_seed=1
         )

@@ -140,6 +140,23 @@ def test_a_tier_below_keeps_more_sessions_than_the_pool_and_finds_them_there() -
     assert list(listed) == sessions and blocks.num_kept("host", listed[sessions[0]]) == 2
 
 
+def test_tokens_without_a_session_are_their_own_and_give_way_to_what_continues_them() -> None:
+    blocks, nameless = pool(16), SessionName("a", "")
+    turn(blocks, [1, 2, 3, 4], nameless)
+    [(first, keys, _)] = blocks.sessions()
+    assert first == SessionName("a", f"prefix-{keys[-1][1].hex()}")
+    turn(blocks, [1, 2, 3, 4], nameless)
+    assert [name for name, *_ in blocks.sessions()] == [first]
+    turn(blocks, [1, 2, 3, 4, 5, 6], nameless)
+    [(second, keys, _)] = blocks.sessions()
+    assert second != first and len(keys) == 3
+    turn(blocks, [1, 2, 3, 4, 7, 8], nameless)
+    turn(blocks, [1, 2, 3, 4], SessionName("b", ""))
+    assert len(list(blocks.sessions())) == 3
+    others(blocks, 100, 20)
+    assert num_found(blocks, [1, 2, 3, 4, 5, 6]) == num_found(blocks, [1, 2, 3, 4, 7, 8]) == 3
+
+
 def test_sessions_without_a_share_are_as_all_others() -> None:
     blocks = RetainingBlocks(8, 2)
     turn(blocks, [1, 2, 3, 4], A)

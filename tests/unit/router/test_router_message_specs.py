@@ -239,3 +239,14 @@ def test_the_docs_name_every_field_and_block_that_is_taken() -> None:
     assert named >= {name for kind in (MessagesBody, ToolParam, TextBlock, ToolUseBlock) for name in kind.model_fields}
     ignored = re.search(r"\| (`metadata`[^|]*) \| ignored", text)
     assert ignored is not None and set(re.findall(r"\w+", ignored[1])) >= set(IGNORED)
+
+
+def test_marks_ask_for_the_kv_to_be_kept_as_long_as_the_longest_of_them() -> None:
+    short = {"type": "ephemeral"}
+    for fields, seconds in (
+        ({}, 0),
+        ({"cache_control": short}, 300),
+        ({"system": [text("a", cache_control=short)], "tools": [{**TOOL, "cache_control": MARK}]}, 3600),
+    ):
+        assert spec_of(**fields).cache.retain_for.seconds == seconds, fields
+    assert spec_of(session_id="chat").scheduling.session_id == "chat" and spec_of().scheduling.session_id == ""

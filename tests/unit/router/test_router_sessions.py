@@ -10,6 +10,7 @@ from candidates import FakeCandidate, request_of
 from wired_router import ManualClock, WiredRouter, run
 
 from cluster.config.choices import PolicyName
+from cluster.errors import InvalidRequest
 from cluster.pb import worker_pb2
 from cluster.step_cost import StepCost
 from router.api.call import Principal
@@ -160,5 +161,21 @@ def test_workers_are_told_of_a_session_whose_kv_is_to_be_kept(ttl_s: float) -> N
             assert of_session.session == told
             first = router.workers["p0"].take_admits()[:1]
             assert all(admit.session == told for admit in first)
+
+    run(scenario)
+
+
+def test_a_client_may_ask_for_less_than_the_operators_time_and_not_for_more() -> None:
+    async def scenario(clock: ManualClock) -> None:
+        router, off = WiredRouter(clock, ["d0"], needs_prefill=False, session_ttl_s=600), WiredRouter(clock, ["d0"])
+        for seconds in (300, 3600):
+            router.submit(retain_s=seconds)
+        router.submit(retain_s=300, session_id="chat")
+        told = [(admit.session.session_id, admit.session.ttl_s) for admit in router.workers["d0"].take_admits()]
+        assert told == [("", 300), ("", 600), ("chat", 600)]
+        with pytest.raises(InvalidRequest, match=r"cache\.retain_for: must be between 0 and 86400"):
+            router.submit(retain_s=86401)
+        off.submit(retain_s=300)
+        assert not any(admit.HasField("session") for admit in off.workers["d0"].take_admits())
 
     run(scenario)
