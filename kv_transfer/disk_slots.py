@@ -23,6 +23,7 @@ from pathlib import Path
 from struct import Struct
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -141,7 +142,7 @@ class DiskSlots:
         self._slot_bytes = slot_bytes_of(block_bytes)
         self._most = max(1, _MOST_BYTES // self._slot_bytes)
         self._buffer = mmap.mmap(-1, max(PAGE, self._most * self._slot_bytes))  # as long as what it is, page by page
-        self._bytes = torch.frombuffer(self._buffer, dtype=torch.uint8)
+        self._bytes = np.frombuffer(self._buffer, np.uint8)
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._fd = _open(path)
         self._namespace, self._epoch = namespace, 0
@@ -177,9 +178,9 @@ class DiskSlots:
         for run in _runs(slots, self._most):
             for at, place in enumerate(run):
                 payload = self._payload(at)
-                payload.copy_(blocks[place])
+                payload[:] = blocks[place].numpy()
                 group, digest = keys[place]
-                checksum = xxhash.xxh3_64_intdigest(payload.numpy().data)
+                checksum = xxhash.xxh3_64_intdigest(payload.data)
                 header = _SLOT.pack(_MAGIC, self._epoch, group, digest, self.block_bytes, checksum)
                 begin = at * self._slot_bytes
                 self._buffer[begin : begin + PAGE] = _sealed(header)
@@ -199,11 +200,11 @@ class DiskSlots:
                 wanted = (_MAGIC, self._epoch, *keys[place], self.block_bytes)
                 if header is None or header[:5] != wanted:
                     raise Corrupted(f"slot {slots[place]} of {self._path.name} does not hold the block that it should")
-                if xxhash.xxh3_64_intdigest(payload.numpy().data) != header[5]:
+                if xxhash.xxh3_64_intdigest(payload.data) != header[5]:
                     raise Corrupted(f"the block in slot {slots[place]} of {self._path.name} is damaged")
-                yield place, payload
+                yield place, torch.from_numpy(payload)
 
-    def _payload(self, at: int) -> Tensor:
+    def _payload(self, at: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         begin = at * self._slot_bytes + PAGE
         return self._bytes[begin : begin + self.block_bytes]
 

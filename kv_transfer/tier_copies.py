@@ -8,6 +8,7 @@ Legend: L layers of a block, P planes, N blocks, S slots, B block_size, H KV hea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -42,8 +43,12 @@ class TierCopies:
         self._stream, self._disk_stream = streams.new_stream(), streams.new_stream()
         self._page_kernel = page_kernel
         shape = (num_slots, *kv.shape[:2], *kv.shape[3:])
-        self._slots = torch.empty(shape, dtype=kv.dtype, pin_memory=kv.is_cuda)
-        if not kv.is_cuda:
+        if kv.is_cuda:
+            self._slots = torch.empty(shape, dtype=kv.dtype, pin_memory=True)
+        else:
+            size = math.prod(shape) * kv.element_size()
+            memory = torch.from_numpy(np.empty(size, np.uint8))  # numpy asks for huge pages, torch does not
+            self._slots = memory.view(kv.dtype).view(shape)
             num_rows = kv.shape[0] * kv.shape[1]
             self._pool_parts, self._slot_parts = _parts_of(kv, num_rows), _parts_of(self._slots, num_rows)
 
@@ -61,8 +66,9 @@ class TierCopies:
                     for at, slot in enumerate(slots[places]):
                         self._slots[slot].copy_(self._of(staged, at), non_blocking=True)
             else:
-                for block, slot in zip(blocks, slots, strict=True):
-                    self._slot_parts[slot] = self._pool_parts[:, :, block]
+                for block, slot, num in _runs(blocks, slots):
+                    here = self._pool_parts[:, :, block : block + num]
+                    self._slot_parts[slot : slot + num] = here.transpose(2, 0, 1, 3)
         return len(blocks) * self.block_bytes
 
     def load(self, blocks: Sequence[int], slots: Sequence[int], ready: Any = None) -> int:
@@ -74,8 +80,9 @@ class TierCopies:
                         self._of(staged, at).copy_(self._slots[slot], non_blocking=True)
                     self._copy(pages.scatter, blocks[places], staged)
             else:
-                for block, slot in zip(blocks, slots, strict=True):
-                    self._pool_parts[:, :, block] = self._slot_parts[slot]
+                for block, slot, num in _runs(blocks, slots):
+                    there = self._slot_parts[slot : slot + num]
+                    self._pool_parts[:, :, block : block + num] = there.transpose(1, 2, 0, 3)
         return len(blocks) * self.block_bytes
 
     def spill(self, slots: Sequence[int], on_disk: Sequence[int], keys: Sequence[Key]) -> int:
@@ -90,8 +97,12 @@ class TierCopies:
         shape = (*self._kv.shape[:2], *self._kv.shape[3:])
         with self._streams.scattering(self._disk_stream, ready):
             for place, found in self.disk.read(on_disk, keys):
-                block = found.view(self._kv.dtype).view(shape)
-                self._copy(pages.scatter, [blocks[place]], block.to(self._kv.device))
+                if self._kv.is_cuda:
+                    block = found.view(self._kv.dtype).view(shape)
+                    self._copy(pages.scatter, [blocks[place]], block.to(self._kv.device))
+                else:
+                    parts = found.numpy().view(self._slot_parts.dtype)
+                    self._pool_parts[:, :, blocks[place]] = parts.reshape(self._slot_parts.shape[1:])
         return len(blocks) * self.block_bytes
 
     def take_over(self, number: int) -> None:
@@ -118,6 +129,16 @@ class TierCopies:
             places = slice(begin, min(begin + each, len(blocks)))
             num_tokens = (places.stop - places.start) * self._kv.shape[3]
             yield self._kv.new_empty((*self._kv.shape[:2], num_tokens, *self._kv.shape[4:])), places
+
+
+def _runs(blocks: Sequence[int], slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """First block, first slot and number of those that lie side by side in both: one copy is quicker than many."""
+    begin = 0
+    for end in range(1, len(blocks) + 1):
+        num = end - begin
+        if end == len(blocks) or (blocks[end], slots[end]) != (blocks[begin] + num, slots[begin] + num):
+            yield blocks[begin], slots[begin], num
+            begin = end
 
 
 def _bytes_of(block: Tensor) -> Tensor:

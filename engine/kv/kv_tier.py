@@ -8,12 +8,12 @@ Used from one thread.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
-from typing import Literal
+from typing import Literal, TypeVar
 
 from engine.kv.retention import EvictionOrder, Retention
 
@@ -21,6 +21,10 @@ KvTierName = Literal["device", "host", "disk"]
 """Where KV lies: in the device's pool, or in a tier below it."""
 TierKey = tuple[int, bytes]
 """The group of layers, and the digest (`cluster.prefix_hash`) of a full block's tokens and all before them."""
+
+MOST_BLOCKS = 64
+"""Blocks of one move: the next one begins when it has ended."""
+Item = TypeVar("Item")
 
 
 class MoveKind(Enum):
@@ -197,3 +201,14 @@ class KvTier:
             wrong.append(f"{missing} of {self.num_total} slots are nowhere")
         loose = self._pins.keys() - self._given_up - set(self._kept.values())
         return wrong + [f"slot {slot} is pinned, and holds nothing" for slot in loose]
+
+
+def first_of(left: deque[Item]) -> list[Item]:
+    """Takes as many as one move has."""
+    return [left.popleft() for _ in range(min(len(left), MOST_BLOCKS))]
+
+
+def as_many_as(items: list[Item], slots: Sequence[int], left: deque[Item]) -> list[Item]:
+    """Those that there are slots for; the others wait on."""
+    left.extendleft(reversed(items[len(slots) :]))
+    return items[: len(slots)]

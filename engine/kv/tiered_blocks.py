@@ -16,20 +16,21 @@ and their end is told here (`moved`). Knows nothing of tensors, requests or time
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from itertools import chain, islice, takewhile
 
 from cluster import prefix_hash
 from cluster.kv_groups import KvGroup
+from engine.kv import kv_tier
 from engine.kv.kv_tier import BlockMove, KvTier, KvTierName, MoveKind, TierCounts, TierKey
 from engine.kv.retaining_blocks import RetainingBlocks
 
-MOST_BLOCKS = 64
-"""Blocks of one move: the next one begins when it has ended."""
 MOST_MOVES = 2
 """Moves in one direction that are under way at a time."""
 
+_MOST_AHEAD = 4096
+"""Blocks that are spilled before host memory gives them up: to look for them takes some microseconds each."""
 IsQuicker = Callable[[Mapping[MoveKind, int], int, int], bool]
 """Whether to load and read so many blocks is quicker than to compute so many tokens, behind so many that are there."""
 
@@ -56,7 +57,7 @@ class TieredBlocks(RetainingBlocks):
         self.is_quicker: IsQuicker = lambda num_moves, num_tokens, num_before: True
         self.counts = TierCounts()
         self._num_ahead = min(num_slots, -(-num_blocks // 2) if num_ahead is None else num_ahead)
-        self._num_spilled_ahead = min(num_disk_slots, -(-num_slots // 2))
+        self._num_spilled_ahead = min(num_disk_slots, -(-num_slots // 2), _MOST_AHEAD)
         self._saving: dict[int, int] = {}
         """Blocks that are being copied down and have not been evicted since, with the slots that they go to."""
         self._spilling: dict[TierKey, int] = {}
@@ -68,8 +69,7 @@ class TieredBlocks(RetainingBlocks):
         self._num_given = 0  # blocks allocated since the start
         self._look_from = {MoveKind.SAVE: 0, MoveKind.SPILL: 0}  # how many there are when it is time to copy down
         self.num_under_way = Counter[MoveKind]()  # moves
-        self._last_saves: list[int] | None = None  # left to save before the end, by use; None: no end is near
-        self._last_spills: list[TierKey] = []
+        self._to_save, self._to_spill, self._is_ending = deque[int](), deque[TierKey](), False
 
     # Finding
 
@@ -185,8 +185,8 @@ class TieredBlocks(RetainingBlocks):
         for kind, waiting in self._to_load.items():
             while waiting and self.num_under_way[kind] < MOST_MOVES:
                 self.num_under_way[kind] += 1
-                moves.append(BlockMove(kind, *zip(*waiting[:MOST_BLOCKS], strict=True)))
-                del waiting[:MOST_BLOCKS]
+                moves.append(BlockMove(kind, *zip(*waiting[: kv_tier.MOST_BLOCKS], strict=True)))
+                del waiting[: kv_tier.MOST_BLOCKS]
         for kind, next_move in ((MoveKind.SAVE, self._next_to_save), (MoveKind.SPILL, self._next_to_spill)):
             while self.num_under_way[kind] < MOST_MOVES and (move := next_move()) is not None:
                 self.num_under_way[kind] += 1
@@ -198,10 +198,12 @@ class TieredBlocks(RetainingBlocks):
         first, and nothing else is copied down."""
         for key in chain(self.host, map(self._key_of, self._cached)):
             self.disk.touch(key)
-        saves = [each for each in self._cached if not self._is_below(self._key_of(each)) and each not in self._saving]
-        self._last_saves = saves[max(0, len(saves) - (room := self.disk.num_total)) :]
-        spills = [key for key in self.host if key not in self.disk and key not in self._spilling]
-        self._last_spills = spills[max(0, len(spills) + len(self._last_saves) - room) :]
+        saves = [block for block in self._cached if self._is_unsaved(block) and self._key_of(block) not in self.disk]
+        spills = list(filter(self._is_unspilled, self.host))
+        room = self.disk.num_total
+        self._to_save = deque(saves[: -room - 1 : -1])
+        self._to_spill = deque(spills[: -max(0, room - len(self._to_save)) - 1 : -1])
+        self._is_ending = True
 
     def allocate(self, num_blocks: int) -> list[int]:
         self._num_given += num_blocks
@@ -209,57 +211,52 @@ class TieredBlocks(RetainingBlocks):
 
     def _next_to_save(self) -> BlockMove | None:
         """The blocks that are evicted next and have no copy, if there are few others to take."""
-        if self._last_saves is not None:
-            return self._next_to_put_by(self._last_saves)
+        if self._is_ending and (self._to_spill or self.num_under_way[MoveKind.SPILL]):
+            return None  # what host memory gives up for them is to be on the disk
         num_looked_at = self._num_ahead - self.num_free
-        if num_looked_at <= 0 or self._num_given < self._look_from[MoveKind.SAVE]:
-            return None
-        unsaved: dict[int, TierKey] = {}
-        for block in islice(self._cached, num_looked_at):
-            key = self._key_of(block)
-            self.host.touch(key)  # else what is saved now might take the place of what was saved before
-            if block not in self._saving and key not in self.host and len(unsaved) < MOST_BLOCKS:
-                unsaved[block] = key
-        slots, lost = self.host.take(len(unsaved))
+        if self._may_look(MoveKind.SAVE, self._to_save, num_looked_at):
+            for block in islice(self._cached, num_looked_at):
+                self.host.touch(self._key_of(block))  # else what is saved might take the place of what was saved before
+                if self._is_unsaved(block):
+                    self._to_save.append(block)
+        blocks = list(filter(self._is_unsaved, kv_tier.first_of(self._to_save)))
+        slots, lost = self.host.take(len(blocks))
         self._give_up(lost, self.disk)
-        if not slots:  # all is saved, until a part of it has been taken
-            self._wait(MoveKind.SAVE)
+        blocks = kv_tier.as_many_as(blocks, slots, self._to_save)
+        if not slots:
             return None
-        return self._begin_save(list(islice(unsaved, len(slots))), slots)
-
-    def _next_to_put_by(self, left: list[int]) -> BlockMove | None:
-        """The last blocks to save, when all that host memory would give up for them is on the disk."""
-        if self._last_spills or self.num_under_way[MoveKind.SPILL]:
-            return None
-        slots, lost = self.host.take(min(len(left), MOST_BLOCKS))
-        self._give_up(lost, self.disk)
-        return self._begin_save([left.pop() for _ in slots], slots) if slots else None
-
-    def _begin_save(self, blocks: Sequence[int], slots: Sequence[int]) -> BlockMove:
         self._saving.update(zip(blocks, slots, strict=True))
         return BlockMove(MoveKind.SAVE, tuple(blocks), tuple(slots), tuple(map(self._key_of, blocks)))
 
     def _next_to_spill(self) -> BlockMove | None:
         """What host memory gives up next and the disk has not, if there is little else to take."""
-        if self._last_saves is not None:
-            self._last_spills, found = self._last_spills[:-MOST_BLOCKS], self._last_spills[-MOST_BLOCKS:]
-        else:
-            found = []
-            num_looked_at = self._num_spilled_ahead - self.host.num_free
-            if num_looked_at <= 0 or self._num_given < self._look_from[MoveKind.SPILL]:
-                return None
+        num_looked_at = self._num_spilled_ahead - self.host.num_free
+        if self._may_look(MoveKind.SPILL, self._to_spill, num_looked_at):
             for key in islice(self.host, num_looked_at):
                 self.disk.touch(key)
-                if key not in self.disk and key not in self._spilling and len(found) < MOST_BLOCKS:
-                    found.append(key)
-        slots, lost = self.disk.take(len(found))
+                if self._is_unspilled(key):
+                    self._to_spill.append(key)
+        keys = list(filter(self._is_unspilled, kv_tier.first_of(self._to_spill)))
+        slots, lost = self.disk.take(len(keys))
         self._give_up(lost, self.host)
+        keys = kv_tier.as_many_as(keys, slots, self._to_spill)
         if not slots:
-            self._wait(MoveKind.SPILL)
             return None
-        del found[len(slots) :]
-        self._spilling.update(zip(found, slots, strict=True))
-        return BlockMove(MoveKind.SPILL, tuple(map(self.host.pin, found)), tuple(slots), tuple(found))
+        self._spilling.update(zip(keys, slots, strict=True))
+        return BlockMove(MoveKind.SPILL, tuple(map(self.host.pin, keys)), tuple(slots), tuple(keys))
+
+    def _may_look(self, kind: MoveKind, left: Collection[object], num_looked_at: int) -> bool:
+        """Whether it is time to look what else to copy down: that takes a while, and each time brings many moves."""
+        if left or num_looked_at <= 0 or self._is_ending or self._num_given < self._look_from[kind]:
+            return False
+        self._wait(kind)
+        return True
+
+    def _is_unsaved(self, block: int) -> bool:
+        return block in self._cached and block not in self._saving and self._key_of(block) not in self.host
+
+    def _is_unspilled(self, key: TierKey) -> bool:
+        return key in self.host and key not in self.disk and key not in self._spilling
 
     def _wait(self, kind: MoveKind) -> None:
         """Copies nothing down in this way until more blocks have been allocated."""
@@ -272,6 +269,7 @@ class TieredBlocks(RetainingBlocks):
         if error:
             self.counts.failed += len(move.keys)
             if not move.kind.is_up:
+                (self._to_save if move.kind is MoveKind.SAVE else self._to_spill).clear()
                 self._wait(move.kind)
         for source, target, key in zip(move.sources, move.targets, move.keys, strict=True):
             match move.kind:
@@ -289,8 +287,8 @@ class TieredBlocks(RetainingBlocks):
             del self._saving[block]
         if is_there and is_wanted:
             self.host.keep(slot, key)
-            if self._last_saves is not None:
-                self._last_spills.append(key)
+            if self._is_ending:
+                self._to_spill.append(key)
         else:
             self.host.put_back(slot)
         return is_there and is_wanted

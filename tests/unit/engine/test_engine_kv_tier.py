@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from engine.kv.kv_tier import KvTier
+from engine.kv.kv_tier import KvTier, TierKey
+from engine.kv.tiered_blocks import TieredBlocks
 
 KEYS = [(0, bytes([number])) for number in range(8)]
 
@@ -29,3 +30,19 @@ def test_what_is_found_from_before_takes_free_slots_alone() -> None:
     [moving], _ = tier.take(1)
     tier.adopt([(moving, KEYS[0]), (1, KEYS[1]), (2, KEYS[1])])
     assert KEYS[0] not in tier and KEYS[1] in tier and tier.num_free == 1 and tier.check() == []
+
+
+def test_what_to_spill_is_looked_for_once_for_many_moves() -> None:
+    manager = TieredBlocks(8, 2, num_slots=800, num_disk_slots=4000, num_ahead=8)
+    looked_at: list[TierKey] = []
+    touch = manager.disk.touch
+    manager.disk.touch = lambda key: (looked_at.append(key), touch(key))[1]  # type: ignore[method-assign,func-returns-value]
+    for first in range(1000):
+        table = manager.allocate(2)
+        manager.publish([first, 1, 2, 3], table, b"", num_computed=4)
+        manager.release(table)
+        while moves := manager.take_moves():
+            for move in moves:
+                manager.moved(move)
+    assert manager.counts.spilled > 1000 and manager.counts.given_up == manager.counts.unsaved == 0
+    assert len(looked_at) < 10 * manager.counts.spilled
