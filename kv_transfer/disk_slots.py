@@ -16,9 +16,12 @@ import fcntl
 import hashlib
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from copy import copy
-from itertools import chain, count
+from itertools import chain, count, cycle, zip_longest
 from pathlib import Path
 from struct import Struct
 from typing import Any
@@ -36,8 +39,12 @@ from kv_transfer.layout import KvLayout
 Key = tuple[int, bytes]
 """The group of layers, and the digest of a block's tokens and all before them."""
 
-_MOST_BYTES = 8 << 20
-"""Of slots that lie side by side, read or written at a time."""
+_MOST_BYTES = 2 << 20
+"""Of slots that lie side by side, read or written at a time, while others are copied to or from their buffers."""
+_DEPTH = 4
+"""Reads or writes under way."""
+_HEADERS = 256
+"""Read by one thread, one after the other, when a file is taken up."""
 _MAGIC = b"BATON-KV"
 _VERSION = 1
 _FILE = Struct("<8sII32sQ")  # magic, version, bytes of a block, namespace, epoch
@@ -141,8 +148,9 @@ class DiskSlots:
         self._path = path
         self._slot_bytes = slot_bytes_of(block_bytes)
         self._most = max(1, _MOST_BYTES // self._slot_bytes)
-        self._buffer = mmap.mmap(-1, max(PAGE, self._most * self._slot_bytes))  # as long as what it is, page by page
-        self._bytes = np.frombuffer(self._buffer, np.uint8)
+        size = max(PAGE, self._most * self._slot_bytes)
+        self._buffers = [mmap.mmap(-1, size) for _ in range(_DEPTH)]  # as long as what they are, page by page
+        self._helpers = ThreadPoolExecutor(_DEPTH, "kv-disk-io")
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._fd = _open(path)
         self._namespace, self._epoch = namespace, 0
@@ -155,65 +163,97 @@ class DiskSlots:
             os.ftruncate(self._fd, min(os.fstat(self._fd).st_size, PAGE + num_slots * self._slot_bytes))
 
     def close(self) -> None:
+        self._helpers.shutdown()
         os.close(self._fd)
 
     def flush(self) -> None:
         """Nothing that is in the file counts any more."""
         self._epoch += 1
         page = _FILE.pack(_MAGIC, _VERSION, self.block_bytes, self._namespace, self._epoch)
-        self._buffer[:PAGE] = _sealed(page)
-        _write(self._fd, memoryview(self._buffer)[:PAGE], 0)
+        self._buffers[0][:PAGE] = _sealed(page)
+        _write(self._fd, memoryview(self._buffers[0])[:PAGE], 0)
 
     def keys(self) -> Iterator[tuple[int, Key]]:
         """Yields the slots whose header counts, with what they should hold; the blocks themselves are not read."""
-        end = os.fstat(self._fd).st_size
-        for slot in range(min(self.num_slots, max(0, end - PAGE) // self._slot_bytes)):
-            _read(self._fd, memoryview(self._buffer)[:PAGE], self._at(slot))
-            header = _unsealed(self._buffer[:PAGE], _SLOT)
+        num = min(self.num_slots, max(0, os.fstat(self._fd).st_size - PAGE) // self._slot_bytes)
+        parts = [range(begin, min(begin + _HEADERS, num)) for begin in range(0, num, _HEADERS)]
+        for found in self._helpers.map(self._keys_of, parts):
+            yield from found
+
+    def _keys_of(self, slots: range) -> list[tuple[int, Key]]:
+        found, buffer = [], mmap.mmap(-1, PAGE)
+        for slot in slots:
+            _read(self._fd, memoryview(buffer), self._at(slot))
+            header = _unsealed(buffer[:PAGE], _SLOT)
             if header is not None and header[:2] == (_MAGIC, self._epoch) and header[4] == self.block_bytes:
-                yield slot, (header[2], header[3])
+                found.append((slot, (header[2], header[3])))
+        return found
 
     def write(self, slots: Sequence[int], keys: Sequence[Key], blocks: Sequence[Tensor]) -> None:
         """Writes blocks, contiguous uint8 [block_bytes], to slots. Raises OSError, as of a full disk."""
-        for run in _runs(slots, self._most):
-            for at, place in enumerate(run):
-                payload = self._payload(at)
-                payload[:] = blocks[place].numpy()
-                group, digest = keys[place]
-                checksum = xxhash.xxh3_64_intdigest(payload.data)
-                header = _SLOT.pack(_MAGIC, self._epoch, group, digest, self.block_bytes, checksum)
-                begin = at * self._slot_bytes
-                self._buffer[begin : begin + PAGE] = _sealed(header)
-            size = len(run) * self._slot_bytes
-            _write(self._fd, memoryview(self._buffer)[:size], self._at(slots[run.start]))
+        with self._under_way() as under_way:
+            for run, buffer in zip(_runs(slots, self._most), cycle(self._buffers)):
+                if len(under_way) == _DEPTH:
+                    under_way.popleft().result()
+                for at, place in enumerate(run):
+                    payload = self._payload(buffer, at)
+                    payload[:] = blocks[place].numpy()
+                    group, digest = keys[place]
+                    checksum = xxhash.xxh3_64_intdigest(payload.data)
+                    header = _SLOT.pack(_MAGIC, self._epoch, group, digest, self.block_bytes, checksum)
+                    begin = at * self._slot_bytes
+                    buffer[begin : begin + PAGE] = _sealed(header)
+                under_way.append(self._begin(_write, run, slots, buffer))
+            while under_way:
+                under_way.popleft().result()
 
     def read(self, slots: Sequence[int], keys: Sequence[Key]) -> Iterator[tuple[int, Tensor]]:
         """Yields places and their blocks, uint8 [block_bytes], each good until the next one. Raises Corrupted for what
         is not the block that its key names, and OSError."""
-        for run in _runs(slots, self._most):
-            size = len(run) * self._slot_bytes
-            _read(self._fd, memoryview(self._buffer)[:size], self._at(slots[run.start]))
-            for at, place in enumerate(run):
-                begin = at * self._slot_bytes
-                header = _unsealed(self._buffer[begin : begin + PAGE], _SLOT)
-                payload = self._payload(at)
-                wanted = (_MAGIC, self._epoch, *keys[place], self.block_bytes)
-                if header is None or header[:5] != wanted:
-                    raise Corrupted(f"slot {slots[place]} of {self._path.name} does not hold the block that it should")
-                if xxhash.xxh3_64_intdigest(payload.data) != header[5]:
-                    raise Corrupted(f"the block in slot {slots[place]} of {self._path.name} is damaged")
-                yield place, torch.from_numpy(payload)
+        runs = list(zip(_runs(slots, self._most), cycle(self._buffers)))
+        with self._under_way() as under_way:
+            under_way.extend(self._begin(_read, run, slots, buffer) for run, buffer in runs[:_DEPTH])
+            for (run, buffer), later in zip_longest(runs, runs[_DEPTH:]):
+                under_way.popleft().result()
+                for at, place in enumerate(run):
+                    self._check(buffer, at, slots[place], keys[place])
+                    yield place, torch.from_numpy(self._payload(buffer, at))
+                if later is not None:
+                    under_way.append(self._begin(_read, later[0], slots, later[1]))
 
-    def _payload(self, at: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        begin = at * self._slot_bytes + PAGE
-        return self._bytes[begin : begin + self.block_bytes]
+    @contextmanager
+    def _under_way(self) -> Iterator[deque[Future[None]]]:
+        """Transfers, the oldest first; behind the block none touches a buffer any more."""
+        under_way = deque[Future[None]]()
+        try:
+            yield under_way
+        finally:
+            wait(under_way)
+
+    def _begin(
+        self, how: Callable[[int, memoryview, int], None], run: range, slots: Sequence[int], buffer: mmap.mmap
+    ) -> Future[None]:
+        part = memoryview(buffer)[: len(run) * self._slot_bytes]
+        return self._helpers.submit(how, self._fd, part, self._at(slots[run.start]))
+
+    def _check(self, buffer: mmap.mmap, at: int, slot: int, key: Key) -> None:
+        """Raises Corrupted."""
+        begin = at * self._slot_bytes
+        header = _unsealed(buffer[begin : begin + PAGE], _SLOT)
+        if header is None or header[:5] != (_MAGIC, self._epoch, *key, self.block_bytes):
+            raise Corrupted(f"slot {slot} of {self._path.name} does not hold the block that it should")
+        if xxhash.xxh3_64_intdigest(self._payload(buffer, at).data) != header[5]:
+            raise Corrupted(f"the block in slot {slot} of {self._path.name} is damaged")
+
+    def _payload(self, buffer: mmap.mmap, at: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        return np.frombuffer(buffer, np.uint8, self.block_bytes, at * self._slot_bytes + PAGE)
 
     def _at(self, slot: int) -> int:
         return PAGE + slot * self._slot_bytes
 
     def _read_page(self, at: int) -> tuple[Any, ...] | None:
-        _read(self._fd, memoryview(self._buffer)[:PAGE], at)
-        return _unsealed(self._buffer[:PAGE], _FILE)
+        _read(self._fd, memoryview(self._buffers[0])[:PAGE], at)
+        return _unsealed(self._buffers[0][:PAGE], _FILE)
 
 
 def _say(claim: int, what: str) -> None:
