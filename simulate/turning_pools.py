@@ -20,7 +20,7 @@ from operator import attrgetter
 from cluster.config.schema import ServingConfig, SloSection
 from cluster.step_cost import PACE_SHARE, RoleCosts, StepCost
 from controller.rebalancer import MakePolicy, MeasuredLoad, Rebalancer, Split
-from router.routing.demand import DemandWindow, OutputLengths
+from router.routing.demand import DemandWindow
 from simulate.controller import SplitSince
 from simulate.worker import WorkerSpec
 from simulate.workload import RequestShape
@@ -79,6 +79,8 @@ class _Machine:
         self.num_kv_tokens = 0.0
         self.num_promised = 0
         """Sequences that it has or is to have."""
+        self.num_generated = 0.0
+        """Tokens that its sequences have got since they were counted."""
         self._held = 0
 
     def rates(self) -> tuple[float, float]:
@@ -105,7 +107,9 @@ class _Machine:
             self.prompts_s -= done_s
         new_tokens = passed_s * steps_per_s
         self.num_tokens += new_tokens
-        self.num_kv_tokens += new_tokens * len(self.sequences)
+        num_generated = new_tokens * len(self.sequences)
+        self.num_kv_tokens += num_generated
+        self.num_generated += num_generated
 
     def look_ahead(self) -> float:
         """When a prompt or a sequence of it ends; also notes when all its prompts should be over."""
@@ -206,8 +210,7 @@ class TurningPools:
         self._sort_by_role()
         self._counts = config.rebalance.mode == "auto"
         """Somebody asks for the demand."""
-        self._lengths = OutputLengths()
-        self._window = DemandWindow(self._lengths)
+        self._window = DemandWindow()
         self._events: list[tuple[float, int, int, int]] = []
         self._order = itertools.count()
         self._now = 0.0
@@ -253,6 +256,9 @@ class TurningPools:
     def _end(self, machine: _Machine) -> None:
         """A prompt or a sequence of this worker ends now."""
         machine.advance(self._now)
+        if self._counts and self._token_limit:
+            self._window.lengths.add_tokens(machine.num_generated, self._token_limit)
+            machine.num_generated = 0.0
         if machine.prompts and machine.prompts[0].prompt_left_s <= 1e-9:
             self._on_first_token(machine.prompts.popleft(), machine)
         while machine.sequences and machine.sequences[0][0] <= machine.num_tokens + 1e-6:
@@ -305,6 +311,7 @@ class TurningPools:
 
     def _on_first_token(self, request: PooledRequest, at: _Machine) -> None:
         request.first_token_s = self._now
+        at.num_generated += 1
         if request.num_output == 1:
             self._on_end(request)
         else:
@@ -326,7 +333,7 @@ class TurningPools:
         self._promise(request, None)
         request.last_token_s = self._now
         if self._counts:
-            self._lengths.add(request.num_output, self._token_limit or request.num_output)
+            self._window.lengths.add(request.num_output, self._token_limit or request.num_output)
             self._window.add_end(self._now, is_kept=self.is_kept(request))
 
     def is_kept(self, request: PooledRequest) -> bool:

@@ -15,6 +15,8 @@ FIRST_GUESS_TOKENS = 128
 """Expected output before any similar request has ended."""
 _MEMORY = 0.95
 """Weight that older outputs keep when another sequence ends."""
+_LOAD_MEMORY = 0.99
+"""The same where the load as a whole is to be known, not what comes next."""
 WINDOW_S = 60.0
 """Requests older than this do not count."""
 LEAST_WINDOW_S = 3.0
@@ -28,12 +30,18 @@ _SURE = 3.0
 class _OutputSums:
     """Output tokens, and the most that was allowed, summed over similar requests; older ones fade."""
 
-    def __init__(self) -> None:
-        self.num_tokens = self.num_most = 0.0
+    def __init__(self, memory: float) -> None:
+        self._memory = memory
+        self.num_tokens = self.num_most = self.num_generated = 0.0
 
     def add(self, num_tokens: int, most: int) -> None:
-        self.num_tokens = _MEMORY * self.num_tokens + num_tokens
-        self.num_most = _MEMORY * self.num_most + most
+        self.num_tokens = self._memory * self.num_tokens + num_tokens
+        self.num_most = self._memory * self.num_most + most
+        self.num_generated *= self._memory
+
+    @property
+    def num_expected(self) -> float:
+        return (self.num_tokens + self.num_generated) / 2 if self.num_generated else self.num_tokens
 
 
 class OutputLengths:
@@ -41,21 +49,35 @@ class OutputLengths:
 
     Requests whose `max_output_tokens` lies between the same powers of two are taken for similar, because some clients
     ask for what they need and others for the whole context.
+
+    While more and more run, those that end are the short ones. Where running ones are counted too (`add_tokens`), what
+    all have got while one ended is a second answer, too long for as long as the first is too short; the mean is taken.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memory: float = _MEMORY) -> None:
+        self._memory = memory
         self._sums: dict[int, _OutputSums] = {}
+
+    def add_tokens(self, num_tokens: float, most: int) -> None:
+        """A sequence got so many more of the `most` that it is allowed; to be told before its end."""
+        self._sums_of(most).num_generated += num_tokens
 
     def add(self, num_tokens: int, most: int) -> None:
         """One sequence ended with `num_tokens` of the `most` that it was allowed."""
-        self._sums.setdefault(most.bit_length(), _OutputSums()).add(num_tokens, most)
+        self._sums_of(most).add(num_tokens, most)
 
     def expected(self, most: int) -> float:
         """Expected tokens of a sequence that may get `most`."""
         sums = self._sums.get(most.bit_length())
         if sums is None or not sums.num_most:
             return min(FIRST_GUESS_TOKENS, most)
-        return min(most, max(1.0, most * sums.num_tokens / sums.num_most))
+        return min(most, max(1.0, most * sums.num_expected / sums.num_most))
+
+    def _sums_of(self, most: int) -> _OutputSums:
+        kind = most.bit_length()
+        if kind not in self._sums:
+            self._sums[kind] = _OutputSums(self._memory)
+        return self._sums[kind]
 
 
 class DemandWindow:
@@ -66,8 +88,8 @@ class DemandWindow:
     have it (after Bifet and Gavalda, Learning from Time-Changing Data with Adaptive Windowing, 2007).
     """
 
-    def __init__(self, lengths: OutputLengths, window_s: float = WINDOW_S) -> None:
-        self._lengths = lengths
+    def __init__(self, window_s: float = WINDOW_S) -> None:
+        self.lengths = OutputLengths(_LOAD_MEMORY)
         self._window_s = window_s
         self._since: float | None = None
         """When the first request arrived."""
@@ -86,7 +108,7 @@ class DemandWindow:
         among running ones those with long outputs are over-represented.
         """
         num_new = max(0, num_prompt_tokens - num_cached_tokens)
-        num_output_tokens = self._lengths.expected(most_output_tokens)
+        num_output_tokens = self.lengths.expected(most_output_tokens)
         bucket = self._bucket(now)
         bucket.num_placed += 1
         bucket.num_prompt_tokens += num_new

@@ -72,7 +72,7 @@ class Dispatcher:
         self.observers: list[RequestObserver] = []
         self.context = RoutingContext(rng=rng or random.Random(), clock=clock)
         self.apply_settings(settings)
-        self._demand = DemandWindow(self.context.lengths)
+        self._demand = DemandWindow()
         self._policy = policy_class(settings.router.policy)(self.context)
         dead_after_s = settings.transfer.dead_after_s
         callbacks = WorkerCallbacks(self._on_ready, self._on_lost, self._on_events)
@@ -311,7 +311,8 @@ class Dispatcher:
                 self._move_away()  # a finished move makes way for the next
 
     def _on_tokens(self, live: LiveRequest, charge: Charge, tokens: worker_pb2.Tokens, now: float) -> None:
-        effect = live.on_tokens(tokens, now)
+        effect, most_tokens = live.on_tokens(tokens, now), live.request.sampling.stopping.max_output_tokens
+        self._demand.lengths.add_tokens(len(tokens.token_ids), most_tokens)
         has_begun = charge.is_prefilling and live.first_token_at is not None
         if has_begun:
             charge.prefill_done()
@@ -323,8 +324,8 @@ class Dispatcher:
                 self._pump()
             return
         charge.sequence_done()
-        num_tokens = live.sequences[tokens.sequence_index].num_tokens
-        self.context.lengths.add(num_tokens, live.request.sampling.stopping.max_output_tokens)
+        for lengths in (self.context.lengths, self._demand.lengths):
+            lengths.add(live.sequences[tokens.sequence_index].num_tokens, most_tokens)
         if not live.is_complete:
             if effect is Effect.STOPPED:
                 live.attempt.cancel(tokens.sequence_index)

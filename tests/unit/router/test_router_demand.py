@@ -21,13 +21,12 @@ from router.routing.demand import (
     LEAST_WINDOW_S,
     WINDOW_S,
     DemandWindow,
-    OutputLengths,
 )
 from router.routing.policies.interface import Objectives
 
 
 def test_what_is_older_than_the_window_is_forgotten() -> None:
-    window = DemandWindow(OutputLengths(), 10.0)
+    window = DemandWindow(10.0)
     for second in range(20):
         window.add_arrival(float(second))
     assert window.sums(19.5) == (10.0, Demand(num_arrived=10))
@@ -35,7 +34,7 @@ def test_what_is_older_than_the_window_is_forgotten() -> None:
 
 
 def test_only_what_has_come_since_the_load_turned_counts() -> None:
-    window = DemandWindow(OutputLengths())
+    window = DemandWindow()
     for tenth in range(300):
         window.add_arrival(tenth / 10)
         window.add_placement(tenth / 10, 100 if tenth < 240 else 7, 0, 1, 10)
@@ -48,7 +47,7 @@ def test_only_what_has_come_since_the_load_turned_counts() -> None:
 def test_a_load_has_turned_once_enough_requests_say_so(num_before: int) -> None:
     """Also where little came before."""
     for missing, expected in ((0, LEAST_WINDOW_S), (1, 20.0)):
-        window = DemandWindow(OutputLengths())
+        window = DemandWindow()
         window.add_arrival(0.0)
         for at, num, num_tokens in ((0.5, num_before, 80), (20.0 - LEAST_WINDOW_S, ENOUGH_REQUESTS - missing, 5)):
             for _ in range(num):
@@ -58,7 +57,7 @@ def test_a_load_has_turned_once_enough_requests_say_so(num_before: int) -> None:
 
 
 def test_a_load_that_stays_as_it_is_counts_as_far_back_as_it_is_known() -> None:
-    draw, window, lengths = random.Random(1), DemandWindow(OutputLengths()), []
+    draw, window, lengths = random.Random(1), DemandWindow(), []
     at = 0.0
     while at < 200:
         at += draw.expovariate(4.0)
@@ -70,14 +69,14 @@ def test_a_load_that_stays_as_it_is_counts_as_far_back_as_it_is_known() -> None:
 
 
 def test_a_router_that_has_just_begun_tells_the_rate_since_then() -> None:
-    window = DemandWindow(OutputLengths())
+    window = DemandWindow()
     for tenth in range(20):
         window.add_arrival(100 + tenth / 10)
     assert window.sums(102.0) == (2.0, Demand(num_arrived=20))
 
 
 def test_prompts_count_without_what_is_cached() -> None:
-    window = DemandWindow(OutputLengths())
+    window = DemandWindow()
     window.add_placement(0.0, 10, 6, 2, 5)
     window.add_placement(0.5, 5, 5, 1, 5)
     _, told = window.sums(1.0)
@@ -86,11 +85,10 @@ def test_prompts_count_without_what_is_cached() -> None:
 
 
 def test_outputs_are_expected_to_take_what_others_like_them_took() -> None:
-    lengths = OutputLengths()
-    window = DemandWindow(lengths)
+    window = DemandWindow()
     window.add_placement(0.0, 10, 0, 2, 1000)
     assert window.sums(1.0)[1].num_output_tokens == 2 * FIRST_GUESS_TOKENS, "nothing has ended yet"
-    lengths.add(300, 1000)
+    window.lengths.add(300, 1000)
     window.add_placement(70.0, 10, 0, 2, 1000)
     told = window.sums(71.0)[1]
     assert (told.num_output_tokens, told.num_kv_tokens) == (2 * 300, 2 * (10 + 150))

@@ -31,6 +31,24 @@ def test_what_ended_long_ago_counts_less_and_less() -> None:
     assert 890 < lengths.expected(1000) <= 900
 
 
+def test_outputs_that_still_run_are_no_shorter_than_those_that_ended_first() -> None:
+    lengths, alone = OutputLengths(), OutputLengths()
+    running = dict.fromkeys(range(10), 0)
+    ends_at = {0: 10, 1: 20, 2: 40, **dict.fromkeys(range(3, 10), 100)}
+    for _ in range(40):
+        for number in list(running):
+            running[number] += 1
+            lengths.add_tokens(1, 1000)
+            if running[number] == ends_at[number]:
+                lengths.add(running[number], 1000)
+                alone.add(running.pop(number), 1000)
+    assert alone.expected(1000) < 25 and 60 < lengths.expected(1000) < 100
+    for _ in range(1000):
+        lengths.add_tokens(79, 1000)
+        lengths.add(79, 1000)
+    assert round(lengths.expected(1000)) == 79, "while one ends, as many tokens come as one has"
+
+
 @given(st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 5000))), st.integers(1, 5000))
 def test_it_is_a_length_that_can_be(ended: list[tuple[int, int]], most: int) -> None:
     lengths = OutputLengths()
