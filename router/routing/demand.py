@@ -60,7 +60,7 @@ class OutputLengths:
 
     def add_tokens(self, num_tokens: float, most: int) -> None:
         """A sequence got so many more of the `most` that it is allowed; to be told before its end."""
-        self._sums_of(most).num_generated += num_tokens
+        self._sums_of(most).num_generated += num_tokens / self._memory  # which the next end takes away
 
     def add(self, num_tokens: int, most: int) -> None:
         """One sequence ended with `num_tokens` of the `most` that it was allowed."""
