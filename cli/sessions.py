@@ -51,7 +51,7 @@ def list_all(
         if as_json:
             print(json.dumps({"workers": document}, indent=2, ensure_ascii=False))
         else:
-            _print_table(document)
+            _print_table(document, "" if tenant is None else f" of tenant {tenant!r}")
 
 
 @app.command()
@@ -99,16 +99,16 @@ def _describe(answer: ListSessionsResponse) -> dict[str, Any]:
     }
 
 
-def _print_table(document: dict[str, Any]) -> None:
+def _print_table(document: dict[str, Any], whose: str) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     console = table_console()
     if not any(of["total"] for of in document.values()):
         console.print(
-            "no session is kept: router.session_ttl_s must be above 0, and requests must name a session_id"
+            f"no session{whose} is kept: router.session_ttl_s must be above 0, and requests must name a session_id"
             if any(of["has_share"] for of in document.values())
-            else "no session is kept: engine.kv_session_share is 0, or there is no prefix cache"
+            else f"no session{whose} is kept: engine.kv_session_share is 0, or there is no prefix cache"
         )
         return
     table = Table(box=SIMPLE_HEAD)

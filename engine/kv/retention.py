@@ -51,7 +51,8 @@ class EvictionOrder(MutableMapping[K, V]):
         return self._of(key)[key]
 
     def __setitem__(self, key: K, value: V) -> None:
-        self.pop(key, None)
+        self._usual.pop(key, None)
+        self._retained.pop(key, None)
         (self._retained if self._is_retained(key) else self._usual)[key] = value
 
     def __delitem__(self, key: K) -> None:
