@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 
 _FIELDS = ("prompt", "messages", "tools", "cache_salt")
 _SHOWN_HASH = 16
+_MOST_PREFIXES = 4096
 
 Workers = Annotated[
     list[str] | None,
@@ -48,7 +48,7 @@ def cache() -> None:
 def show(
     router: RouterOptions,
     worker: Workers = None,
-    prefixes: Annotated[int, typer.Option(min=0, max=4096, metavar="N", help="Most prefixes to list.")] = 10,
+    prefixes: Annotated[int, typer.Option(min=0, max=_MOST_PREFIXES, metavar="N", help="Most prefixes to list.")] = 10,
     as_json: AsJson = False,
 ) -> None:
     """Show what is kept by worker and tier, what tenants found, and the prefixes that prompts share."""
@@ -58,7 +58,7 @@ def show(
         workers = _named(describe(client.status())["workers"], worker or [])
         document = {
             "workers": [{"worker_id": of["worker_id"], "kv_tiers": of["kv_tiers"]} for of in workers],
-            **_describe(client.cache(prefixes), worker or []),
+            **_describe(client.cache(_MOST_PREFIXES if worker else prefixes), worker or [], prefixes),
         }
         if as_json:
             print(json.dumps(document, indent=2, ensure_ascii=False))
@@ -82,7 +82,7 @@ def warm(
     `cache_salt` where the requests to come have them. Any other line is the text of a prompt.
     """
     with outcome():
-        specs = list(_read_prompts(file))
+        specs = _read_prompts(file)
         with router.connect() as client:
             document = _warm(client, specs, concurrency)
         if as_json:
@@ -115,8 +115,9 @@ def _named(workers: list[dict[str, Any]], wanted: list[str]) -> list[dict[str, A
     return [known[worker_id] for worker_id in dict.fromkeys(wanted or known)]
 
 
-def _describe(cache: GetCacheResponse, wanted: list[str]) -> dict[str, Any]:
-    """The documents of tenants and prefixes; where workers are named, of prefixes that one of them holds."""
+def _describe(cache: GetCacheResponse, wanted: list[str], most: int) -> dict[str, Any]:
+    """The documents of tenants and of `most` prefixes; where workers are named, of those that one of them holds."""
+    prefixes = [of for of in cache.prefixes if not wanted or set(wanted) & set(of.worker_ids)]
     return {
         "tenants": [
             {
@@ -135,8 +136,7 @@ def _describe(cache: GetCacheResponse, wanted: list[str]) -> dict[str, Any]:
                 "requests": of.num_requests,
                 "workers": list(of.worker_ids),
             }
-            for of in cache.prefixes
-            if not wanted or set(wanted) & set(of.worker_ids)
+            for of in prefixes[:most]
         ],
     }
 
@@ -167,23 +167,25 @@ def _print_tables(document: dict[str, Any]) -> None:
         console.print(shared)
 
 
-def _read_prompts(file: Path) -> Iterator[GenerationSpec]:
-    """A request of one token for each line. Raises InvalidRequest, which names the line."""
+def _read_prompts(file: Path) -> dict[int, GenerationSpec]:
+    """A request of one token for each line that is not empty, by its number. Raises InvalidRequest, which names it."""
     try:
         data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
-        lines = data.decode("utf-8").splitlines()
+        lines = data.decode("utf-8-sig").split("\n")
     except OSError as error:
         raise InvalidRequest(f"{file}: cannot be read ({error.strerror}); name a file with a prompt a line") from error
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"{file}: is not UTF-8 text (byte {error.start})") from error
     if not any(map(str.strip, lines)):
         raise InvalidRequest(f"{file}: holds no prompt; write one a line, as text or as JSON")
+    specs: dict[int, GenerationSpec] = {}
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                yield _spec_of(line)
+                specs[number] = _spec_of(line.removesuffix("\r"))
             except (InvalidRequest, ValueError) as error:
                 raise InvalidRequest(f"{file}, line {number}: {error}") from error
+    return specs
 
 
 def _spec_of(line: str) -> GenerationSpec:
@@ -198,20 +200,28 @@ def _spec_of(line: str) -> GenerationSpec:
             if line.lstrip()[0] == "{":
                 raise
     if isinstance(given, list):
-        given = {"prompt": given} if all(isinstance(one, int) for one in given) else line
+        given = {"prompt": given} if _is_list_of(int, given) else line
     if isinstance(given, str):
         given = {"prompt": given}
     if unknown := [name for name in given if name not in _FIELDS]:
         raise ValueError(f"{unknown[0]!r} is not among {', '.join(_FIELDS)}")
-    prompt = given.get("prompt", given.get("messages"))
-    if ("prompt" in given) == ("messages" in given) or not isinstance(prompt, str | list) or not prompt:
-        raise ValueError("an object needs either `prompt`, a text or token ids, or `messages`, a list of them")
-    spec = make_spec(prompt, max_output_tokens=1, temperature=0.0, tools=given.get("tools", ()))
-    spec.cache.cache_salt = given.get("cache_salt", "")
+    prompt, tools, salt = given.get("prompt"), given.get("tools", []), given.get("cache_salt", "")
+    is_prompt, is_chat = isinstance(prompt, str) or _is_list_of(int, prompt), _is_list_of(dict, given.get("messages"))
+    asked = prompt if "prompt" in given else given.get("messages")
+    if ("prompt" in given) == ("messages" in given) or not asked or not (is_prompt or is_chat):
+        raise ValueError("an object needs either `prompt`, a text or token ids, or `messages`, a list of objects")
+    if not (_is_list_of(dict, tools) and isinstance(salt, str)) or (tools and not is_chat):
+        raise ValueError("`tools`, beside `messages`, is a list of objects, and `cache_salt` a text")
+    spec = make_spec(asked, max_output_tokens=1, temperature=0.0, tools=tools)
+    spec.cache.cache_salt = salt
     return spec
 
 
-def _warm(client: BatonClient, specs: list[GenerationSpec], concurrency: int) -> dict[str, Any]:
+def _is_list_of(kind: type, value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(each, kind) and not isinstance(each, bool) for each in value)
+
+
+def _warm(client: BatonClient, specs: dict[int, GenerationSpec], concurrency: int) -> dict[str, Any]:
     """Sends them, some at a time, and says on stderr how far it is and what failed."""
     began, sums = time.monotonic(), Counter[str]()
     is_over = threading.Event()
@@ -220,22 +230,23 @@ def _warm(client: BatonClient, specs: list[GenerationSpec], concurrency: int) ->
         if is_over.is_set():
             return 0, None
         try:
-            return number, client.generate(specs[number - 1]).usage
+            return number, client.generate(specs[number]).usage
         except BatonError as error:
             return number, error
 
     with ThreadPoolExecutor(min(concurrency, len(specs))) as senders:
         try:
-            for done in as_completed([senders.submit(send, number) for number in range(1, len(specs) + 1)]):
+            for done in as_completed([senders.submit(send, number) for number in specs]):
                 number, result = done.result()
                 sums["done"] += 1
                 if isinstance(result, BatonError):
                     sums["failed"] += 1
-                    print(f"prompt {number}: {result.message}", file=sys.stderr)
+                    clear = "\r\x1b[K" if sys.stderr.isatty() else ""
+                    print(f"{clear}line {number}: {result.message}", file=sys.stderr)
                 else:
                     sums["prompt_tokens"] += result.prompt_tokens
                     sums["cached_tokens"] += result.cached_tokens
-                    _print_progress(sums["done"], len(specs))
+                _print_progress(sums["done"], len(specs))
         finally:
             is_over.set()
     return {

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from cluster.pb.admin_pb2 import ListSessionsResponse
 
 _TIERS = ("device", "host", "disk")
+_MOST_SESSIONS = 1000
 
 Tenant = Annotated[
     str | None, typer.Option(metavar="NAME", show_default=False, help="Of this tenant only; '' is those without keys.")
@@ -36,10 +37,10 @@ def sessions() -> None:
 def list_all(
     admin: AdminOptions,
     tenant: Tenant = None,
-    limit: Annotated[int, typer.Option(min=1, max=1000, metavar="N", help="Most sessions of each worker.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, max=_MOST_SESSIONS, metavar="N", help="Most of each worker.")] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """Show the sessions that each worker keeps, those of the last turns first, and their blocks by tier."""
+    """Show the sessions that each worker keeps, those with the most time left first, and their blocks by tier."""
     with outcome(), admin.connect() as client:
         from cluster.pb.admin_pb2 import ListSessionsRequest
 
@@ -105,11 +106,12 @@ def _print_table(document: dict[str, Any], whose: str) -> None:
 
     console = table_console()
     if not any(of["total"] for of in document.values()):
-        console.print(
-            f"no session{whose} is kept: router.session_ttl_s must be above 0, and requests must name a session_id"
-            if any(of["has_share"] for of in document.values())
-            else f"no session{whose} is kept: engine.kv_session_share is 0, or there is no prefix cache"
-        )
+        why = "engine.kv_session_share is 0, or there is no prefix cache"
+        if not document:
+            why = "no worker is ready"
+        elif any(of["has_share"] for of in document.values()):
+            why = "router.session_ttl_s must be above 0, and requests must name a session_id or ask to be kept"
+        console.print(f"no session{whose} is kept" + ("" if whose else f": {why}"))
         return
     table = Table(box=SIMPLE_HEAD)
     for column in ("worker", "tenant", "session", *_TIERS, "seconds left"):
@@ -121,5 +123,6 @@ def _print_table(document: dict[str, Any], whose: str) -> None:
             table.add_row(worker_id, *name, *blocks, f"{session['remaining_s']:.0f}")
     console.print(table)
     for worker_id, of in document.items():
+        more = "; --limit shows more" if len(of["sessions"]) < _MOST_SESSIONS else ""
         if of["total"] > len(of["sessions"]):
-            console.print(f"{worker_id}: {len(of['sessions'])} of {of['total']} sessions; --limit shows more")
+            console.print(f"{worker_id}: {len(of['sessions'])} of {of['total']} sessions{more}")

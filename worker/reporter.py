@@ -236,9 +236,9 @@ def finish_to_proto(finish: Finish, tokens: worker_pb2.Tokens) -> None:
 def list_sessions(
     blocks: RetainingBlocks, request: admin_pb2.ListSessionsRequest, now: float
 ) -> admin_pb2.ListSessionsResponse:
-    """The sessions that a request asks for, the newest first, and how much of each lies in which tier."""
+    """The sessions that a request asks for, those with the most time left first, and how much lies in which tier."""
     found = [each for each in blocks.sessions() if not request.HasField("tenant") or each[0].tenant == request.tenant]
-    newest = found[: -request.num_sessions - 1 : -1]
+    found.sort(key=lambda each: -each[2])
     return admin_pb2.ListSessionsResponse(
         sessions=[
             admin_pb2.KeptSession(
@@ -250,7 +250,7 @@ def list_sessions(
                 ],
                 remaining_s=max(0.0, until - now),
             )
-            for name, keys, until in newest
+            for name, keys, until in found[: request.num_sessions]
         ],
         num_total=len(found),
         has_share=True,

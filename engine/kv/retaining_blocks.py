@@ -45,7 +45,9 @@ class RetainingBlocks(BlockManager):
         if not self.retentions:
             self._begin_retention()
         keys = [self._key_of(block) for block in blocks if block in self._digests]
-        name = session.name if session.name.session_id or not keys else self._name_by(session.name.tenant, keys)
+        if not keys:
+            return
+        name = session.name if session.name.session_id else self._name_by(session.name.tenant, keys)
         for retention in self.retentions.values():
             retention.retain(name, keys, self._now + session.ttl_s)
 

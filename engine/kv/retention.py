@@ -36,7 +36,8 @@ class Session:
 
 
 class EvictionOrder(MutableMapping[K, V]):
-    """The least recently used first, and those that are retained behind all others."""
+    """The least recently used first, and those that are retained behind all others. What is retained no more comes
+    first of all."""
 
     def __init__(self, is_retained: Callable[[K], bool], kept: Mapping[K, V] | None = None) -> None:
         """`kept`: what there is, the least recently used first, none of it retained."""
@@ -69,9 +70,14 @@ class EvictionOrder(MutableMapping[K, V]):
         self._of(key).move_to_end(key)
 
     def sort_in(self, keys: Iterable[K]) -> None:
-        """Whether these are retained has changed, as far as they are here."""
-        for key in keys:
-            if key in self:
+        """Whether these are retained has changed, as far as they are here. Of a table in order the end goes first."""
+        here = [key for key in keys if key in self]
+        for key in here:
+            if key in self._retained and not self._is_retained(key):
+                self._usual[key] = self._retained.pop(key)
+                self._usual.move_to_end(key, last=False)
+        for key in reversed(here):
+            if self._is_retained(key):
                 self[key] = self.pop(key)
 
     def _of(self, key: K) -> OrderedDict[K, V]:
@@ -113,28 +119,28 @@ class Retention(Generic[K]):
                 yield SessionName(tenant, session_id), turn.keys, turn.until
 
     def retain(self, name: SessionName, keys: Iterable[K], until: float) -> None:
-        """Retains these in place of what the session had; of more than the limit the first."""
-        before = self._remove(name)
-        turn: _Turn[K] = _Turn(tuple(dict.fromkeys(keys))[: self.limit], until)
-        after: set[K] = set()
+        """Retains these in place of what the session had, of more than the limit the first; where they are a part of
+        that, as of a turn that was cut off, it stays."""
+        had = (self._tenants.get(name.tenant) or OrderedDict[str, _Turn[K]]()).get(name.session_id)
+        new = tuple(dict.fromkeys(keys))[: self.limit]
+        turn: _Turn[K] = _Turn(had.keys if had is not None and set(new) <= set(had.keys) else new, until)
+        changed = dict.fromkeys(self._remove(name))
         if turn.keys:
             self._tenants.setdefault(name.tenant, OrderedDict())[name.session_id] = turn
             self._num_of[name.tenant] += len(turn.keys)
             self._owners.update(turn.keys)
-            after.update(turn.keys)
+            changed.update(dict.fromkeys(turn.keys))
         while len(self._owners) > self.limit or self._num_of.total() > MOST_SHARED * self.limit:
-            before |= self._remove(self._next_to_go(name))
-        self.on_change(before | after)
+            changed.update(dict.fromkeys(self._remove(self._next_to_go(name))))
+        self.on_change(changed)
 
-    def end(self, name: SessionName) -> bool:
-        """Retains a session no more; False: it was not retained."""
-        is_known = name.session_id in self._tenants.get(name.tenant, ())
+    def end(self, name: SessionName) -> None:
+        """Retains a session no more, if it does."""
         self.on_change(self._remove(name))
-        return is_known
 
     def expire(self, now: float) -> None:
-        over = [name for name, _, until in self.sessions() if until <= now]
-        self.on_change(set().union(*map(self._remove, over)))
+        for name in [name for name, _, until in self.sessions() if until <= now]:
+            self.end(name)
 
     def clear(self) -> None:
         for name in [name for name, _, _ in self.sessions()]:
@@ -146,21 +152,21 @@ class Retention(Generic[K]):
         tenant = max(others, key=lambda tenant: self._num_of[tenant])
         return SessionName(tenant, next(iter(self._tenants[tenant])))
 
-    def _remove(self, name: SessionName) -> set[K]:
-        """Returns the blocks that nobody retains any more."""
+    def _remove(self, name: SessionName) -> Sequence[K]:
+        """Returns the blocks that nobody retains any more, in their order."""
         turns = self._tenants.get(name.tenant) or OrderedDict[str, _Turn[K]]()
         turn = turns.pop(name.session_id, None)
         if turn is None:
-            return set()
+            return ()
         self._num_of[name.tenant] -= len(turn.keys)
         if not turns:
             del self._tenants[name.tenant], self._num_of[name.tenant]
-        left: set[K] = set()
+        left: list[K] = []
         for key in turn.keys:
             self._owners[key] -= 1
             if not self._owners[key]:
                 del self._owners[key]
-                left.add(key)
+                left.append(key)
         return left
 
     def check(self) -> list[str]:

@@ -95,8 +95,9 @@ def has_cache_marks(body: CountBody) -> bool:
 
 def _cache_marks(body: CountBody) -> Iterator[CacheControl]:
     system = body.system if isinstance(body.system, list) else ()
-    blocks = (block for message in body.messages if isinstance(message.content, list) for block in message.content)
-    for each in (body, *system, *(body.tools or ()), *blocks):
+    blocks = [block for message in body.messages if isinstance(message.content, list) for block in message.content]
+    inner = [part for block in blocks if isinstance(found := getattr(block, "content", None), list) for part in found]
+    for each in (body, *system, *(body.tools or ()), *blocks, *inner):
         mark = getattr(each, "cache_control", None)
         if mark is not None:
             yield mark

@@ -2,8 +2,8 @@
 
 A prompt counts if it got its first token. Its beginnings are named by the hashes at the ends of groups of blocks
 (`cluster.prefix_hash`), which tell nobody what was asked. Bounded: MOST_PREFIXES beginnings and MOST_TENANTS tenants,
-the least recently used go first; of each prompt MOST_GROUPS groups. Only what the routing has hashed is looked at: with
-a policy that ignores caches there are no beginnings. Called on the event loop.
+the least recently used go first; of each prompt MOST_GROUPS groups. Where the
+routing asks for no hashes, as with a policy that ignores caches, there are no beginnings. Called on the event loop.
 """
 
 from __future__ import annotations

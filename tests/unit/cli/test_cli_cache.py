@@ -87,7 +87,7 @@ def test_a_prompt_that_fails_is_named_and_the_others_are_computed(router: Script
 
     router.script = second_fails
     done = baton("cache", "warm", "-", "--concurrency", "1", "--address", router.address, stdin="one\ntwo\nthree\n")
-    assert done.exit_code == 1 and "prompt 2: the queue is full" in done.stderr
+    assert done.exit_code == 1 and "line 2: the queue is full" in done.stderr
     assert done.stdout.startswith("2 of 3 prompts: 6 tokens, 2 of them were cached, in ")
 
 
@@ -99,6 +99,15 @@ def test_a_prompt_that_fails_is_named_and_the_others_are_computed(router: Script
         ('{"cache_salt": "a"}', "an object needs either `prompt`"),
         ('{"prompt": "a", "messages": []}', "an object needs either `prompt`"),
         ('{"prompt": 3}', "an object needs either `prompt`"),
+        ('{"prompt": [1, "a"]}', "an object needs either `prompt`"),
+        ('{"messages": ["a"]}', "an object needs either `prompt`"),
+        ('{"messages": "hello"}', "an object needs either `prompt`"),
+        ('{"prompt": "a", "tools": [{}]}', "`tools`, beside `messages`, is a list of objects"),
+        ('{"messages": [{"role": "user"}], "tools": 5}', "`tools`, beside `messages`, is a list of objects"),
+        (
+            '{"prompt": "a", "cache_salt": 5}',
+            "`tools`, beside `messages`, is a list of objects, and `cache_salt` a text",
+        ),
         ('{"prompt": [-1]}', "a number does not fit its field"),
     ],
 )
@@ -108,6 +117,13 @@ def test_a_line_that_is_no_prompt_is_refused_before_anything_is_sent(
     done = baton("cache", "warm", "-", "--address", router.address, stdin=f"fine\n{line}\n")
     assert done.exit_code == 2 and f"-, line 2: {why}" in done.stderr, done.stderr
     assert not router.specs
+
+
+def test_a_line_ends_at_a_newline_and_nowhere_else(router: ScriptedRouter) -> None:
+    lines = "\ufeff" + json.dumps({"prompt": "a\u2028b"}, ensure_ascii=False) + "\r\n\none\x0cpage\n"
+    done = baton("cache", "warm", "-", "--concurrency", "1", "--address", router.address, stdin=lines)
+    assert done.exit_code == 0, done.stderr
+    assert [spec.text for spec in router.specs] == ["a\u2028b", "one\x0cpage"]
 
 
 def test_files_that_hold_no_prompts_are_refused(router: ScriptedRouter, tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_sessions_are_listed_by_worker_with_their_blocks(desk: Desk) -> None:
 
 def test_without_sessions_it_says_what_makes_them(desk: Desk) -> None:
     assert "router.session_ttl_s must be above 0" in run(desk, "list").stdout
-    assert run(desk, "list", "--tenant", "acme").stdout.startswith("no session of tenant 'acme' is kept: ")
+    assert run(desk, "list", "--tenant", "acme").stdout.startswith("no session of tenant 'acme' is kept")
     desk.has_share = False
     assert "engine.kv_session_share is 0" in run(desk, "list").stdout
 

@@ -103,7 +103,33 @@ def test_the_share_is_the_most_and_the_tenant_with_most_loses_its_oldest_session
     assert [name for name, *_ in retention.sessions()] == [OTHER, B, C] and len(retention) == 3
     retention.retain(C, range(10, 20), 9.0)
     assert {name: list(keys) for name, keys, _ in retention.sessions()} == {C: [10, 11, 12, 13]}, "of more, the first"
-    assert not retention.check() and retention.end(C) and not retention.end(C) and not len(retention)
+    retention.end(C)
+    retention.end(C)
+    assert not retention.check() and not len(retention)
+
+
+def test_a_turn_that_was_cut_off_leaves_what_the_session_had() -> None:
+    retention: Retention[int] = Retention(8)
+    retention.retain(A, [1, 2, 3], 9.0)
+    retention.retain(A, [1], 12.0)
+    assert [(tuple(keys), until) for _, keys, until in retention.sessions()] == [((1, 2, 3), 12.0)]
+    retention.retain(A, [1, 4], 13.0)
+    assert [tuple(keys) for _, keys, _ in retention.sessions()] == [(1, 4)], "another turn"
+    blocks = RetainingBlocks(8, 2)
+    blocks.session_share = 0.9
+    turn(blocks, [1, 2, 3, 4], A)
+    blocks.retain(Session(A, 9.0), [])
+    assert len(next(blocks.sessions())[1]) == 2, "one that was cancelled before it had a block"
+
+
+def test_of_a_session_the_end_goes_first_and_all_of_it_once_its_time_is_over() -> None:
+    retention: Retention[int] = Retention(8)
+    order: EvictionOrder[int, None] = EvictionOrder(retention.__contains__, dict.fromkeys([1, 2, 3, 4, 5]))
+    retention.on_change = order.sort_in
+    retention.retain(A, [2, 3, 4], 9.0)
+    assert list(order) == [1, 5, 4, 3, 2]
+    retention.expire(10.0)
+    assert list(order) == [4, 3, 2, 1, 5]
 
 
 def test_blocks_that_sessions_share_count_once_but_not_without_end() -> None:
@@ -174,7 +200,8 @@ def test_an_order_of_eviction_is_a_mapping() -> None:
     assert list(order) == [1, 3, 5, 0, 4, 2] and list(order.values())[:2] == ["1", "3"] and len(order) == 6
     retained.discard(4)
     order.sort_in([4, 9])
-    assert list(order) == [1, 3, 5, 0, 4, 2] and order.pop(4) == "4" and order.pop(4, None) is None
+    assert list(order) == [4, 1, 3, 5, 0, 2], "what is retained no more comes first"
+    assert order.pop(4) == "4" and order.pop(4, None) is None
     retained.add(1)
     order.sort_in([1])
     assert list(order) == [3, 5, 0, 2, 1] and 1 in order and 4 not in order
