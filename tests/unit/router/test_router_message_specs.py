@@ -160,6 +160,7 @@ def test_sampling_and_the_form_of_the_output_are_taken_over() -> None:
         {"system": [text("a", cache_control=MARK)]},
         {"tools": [{**TOOL, "cache_control": MARK}]},
         {"messages": [{"role": "user", "content": [text("a", cache_control=MARK)]}]},
+        {"messages": [{"role": "user", "content": [{**RESULT, "content": [text("a", cache_control=MARK)]}]}]},
     ],
 )
 def test_a_mark_of_the_cache_is_seen_wherever_it_is(fields: Any) -> None:
