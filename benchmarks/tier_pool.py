@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +36,7 @@ from cluster.errors import Corrupted
 from cluster.kv_groups import slot_bytes_of
 from cluster.pb import worker_pb2
 from cluster.prefix_hash import prefix_hashes
-from engine.kv.kv_tier import MoveKind
+from engine.kv.kv_tier import BlockMove, MoveKind
 from engine.kv.tiered_blocks import TieredBlocks
 from kv_transfer.copy_streams import CopyStreams
 from kv_transfer.disk_slots import DiskSlots
@@ -102,32 +103,41 @@ class TieredPool:
             if blocks.have_arrived(table):
                 break
             blocks.release(table)
-        digests = list(prefix_hashes(tokens, self.shape.tokens, b""))
-        for block, digest in zip(table, digests, strict=False):
-            self.wrong += bool((self._rows[:, :, block] != self._content(digest)).any())
         num_found = len(table)
         table = table + blocks.allocate(-(-len(tokens) // self.shape.tokens) - num_found)
-        for block, digest in list(zip(table, digests, strict=False))[num_found:]:
-            self._rows[:, :, block] = self._content(digest)
+        self.compute(tokens, table, num_found)
         blocks.publish(tokens, table, b"", num_computed=len(tokens))
         blocks.release(table)
         self.move()
         return num_found * self.shape.tokens
+
+    def compute(self, tokens: Sequence[int], table: Sequence[int], num_found: int) -> None:
+        """Counts what is wrong in the blocks that were found, and writes the others."""
+        for at, digest in enumerate(islice(prefix_hashes(tokens, self.shape.tokens, b""), len(table))):
+            content = self._content(digest)
+            if at < num_found:
+                self.wrong += bool((self._rows[:, :, table[at]] != content).any())
+            else:
+                self._rows[:, :, table[at]] = content
+
+    def copy(self, move: BlockMove) -> None:
+        """Raises Corrupted and OSError."""
+        match move.kind:
+            case MoveKind.SAVE:
+                self._copies.save(move.sources, move.targets)
+            case MoveKind.LOAD:
+                self._copies.load(move.targets, move.sources)
+            case MoveKind.SPILL:
+                self._copies.spill(move.sources, move.targets, move.keys)
+            case MoveKind.READ:
+                self._copies.read(move.targets, move.sources, move.keys)
 
     def move(self) -> None:
         """Makes all copies that are wanted now."""
         while moves := self.blocks.take_moves():
             for move in moves:
                 try:
-                    match move.kind:
-                        case MoveKind.SAVE:
-                            self._copies.save(move.sources, move.targets)
-                        case MoveKind.LOAD:
-                            self._copies.load(move.targets, move.sources)
-                        case MoveKind.SPILL:
-                            self._copies.spill(move.sources, move.targets, move.keys)
-                        case MoveKind.READ:
-                            self._copies.read(move.targets, move.sources, move.keys)
+                    self.copy(move)
                 except (Corrupted, OSError) as error:
                     self.errors.append(str(error))
                     self.blocks.moved(move, str(error))
@@ -146,22 +156,11 @@ class Books(TieredPool):
         self.shape = shape
         self.blocks = TieredBlocks(num_blocks, shape.tokens, num_slots=num_slots, num_disk_slots=num_disk_slots)
 
-    def ask(self, tokens: Sequence[int]) -> int:
-        blocks = self.blocks
-        table = blocks.match_prefix(tokens)
-        self.move()
-        assert blocks.have_arrived(table)
-        num_found = len(table)
-        table = table + blocks.allocate(-(-len(tokens) // self.shape.tokens) - num_found)
-        blocks.publish(tokens, table, b"", num_computed=len(tokens))
-        blocks.release(table)
-        self.move()
-        return num_found * self.shape.tokens
+    def compute(self, tokens: Sequence[int], table: Sequence[int], num_found: int) -> None:
+        pass
 
-    def move(self) -> None:
-        while moves := self.blocks.take_moves():
-            for move in moves:
-                self.blocks.moved(move)
+    def copy(self, move: BlockMove) -> None:
+        pass
 
 
 BUNDLED = Shape(layers=4, heads=4, head_dim=32)

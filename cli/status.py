@@ -183,7 +183,7 @@ def _print_table(described: dict[str, Any]) -> None:
 
 
 def tier_table(workers: list[dict[str, Any]]) -> Table:
-    """What each worker keeps where, and how many tokens of prompts were found there."""
+    """Returns what each worker keeps where, and how many tokens of prompts were found there."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 

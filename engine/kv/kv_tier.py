@@ -204,11 +204,11 @@ class KvTier:
 
 
 def first_of(left: deque[Item]) -> list[Item]:
-    """Takes as many as one move has."""
+    """Takes as many from the front as one move has."""
     return [left.popleft() for _ in range(min(len(left), MOST_BLOCKS))]
 
 
 def as_many_as(items: list[Item], slots: Sequence[int], left: deque[Item]) -> list[Item]:
-    """Those that there are slots for; the others wait on."""
+    """Returns the items that there are slots for; puts the others back in front of what is `left`."""
     left.extendleft(reversed(items[len(slots) :]))
     return items[: len(slots)]
