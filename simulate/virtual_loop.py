@@ -18,6 +18,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from functools import partial
 from heapq import heapify, heappop, heappush
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 T = TypeVar("T")
 
@@ -77,6 +78,8 @@ class VirtualLoop(AbstractEventLoop):
         """The others, by the number of the second in which they are due: most of them are cancelled until then."""
         self._horizon: float = 1
         self._order = itertools.count()
+        self._tasks: WeakValueDictionary[int, asyncio.Task[Any]] = WeakValueDictionary()
+        """In the order in which they were made, which asyncio's own set of them does not know."""
         self._is_running = False
         self._is_closed = False
         self._error: BaseException | None = None
@@ -127,7 +130,7 @@ class VirtualLoop(AbstractEventLoop):
     def _end_tasks(self) -> None:
         """Cancels whatever is left, and lets it end, which takes no time."""
         self._is_closed = True
-        for task in asyncio.all_tasks(self):
+        for task in list(self._tasks.values()):
             task.cancel()
         for _ in range(MOST_CALLS_AT_ONCE):
             if not self._ready:
@@ -204,7 +207,8 @@ class VirtualLoop(AbstractEventLoop):
     def create_task(  # type: ignore[override]
         self, coro: Coroutine[Any, Any, T], *, name: str | None = None, context: contextvars.Context | None = None
     ) -> asyncio.Task[T]:
-        return asyncio.Task(coro, loop=self, name=name, context=context)
+        task = self._tasks[next(self._order)] = asyncio.Task(coro, loop=self, name=name, context=context)
+        return task
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         if self._error is None and not self._is_closed:

@@ -138,6 +138,25 @@ def test_a_worker_that_computes_on_its_engine_thread_tells_tokens_no_more_often_
     assert num_calls[1] < 0.7 * num_calls[0]
 
 
+def test_what_a_run_leaves_behind_is_cancelled_in_the_order_in_which_it_began() -> None:
+    """asyncio's own set of tasks orders them by their addresses."""
+    loop, ends = VirtualLoop(), list[int]()  # type: ignore[abstract]  # as the world's
+
+    async def wait(number: int) -> None:
+        try:
+            await loop.create_future()
+        finally:
+            ends.append(number)
+
+    async def main() -> None:
+        tasks = [loop.create_task(wait(number)) for number in range(200)]
+        loop.call_soon(tasks.clear)
+        await asyncio.sleep(1.0)
+
+    loop.run(main())
+    assert ends == list(range(200))
+
+
 def test_threads_share_cores_and_none_is_faster_than_one_core() -> None:
     loop = VirtualLoop()  # type: ignore[abstract]  # as the world's
     flows, cores, ends = Flows(loop), Lane(2, most=1.0), dict[str, float]()
