@@ -124,6 +124,8 @@ class HttpServer:
         self._listener.start()
         if not self._has_no_batches:
             self._batch_runner.start()
+        if self._response_runs is not None:
+            self._response_runs.watch(lambda: self._dispatcher.fleet.can_serve)
 
     async def stop_batches(self) -> None:
         """Leaves batches, and responses that the drain cuts off, to other routers."""

@@ -5,6 +5,7 @@
     open:TENANT             set of ids of the tenant's open batches
     bytes, bytes:response   hashes: bytes of each tenant's files, and of its responses
     ends                    sorted set of ids, by when they may be swept away
+    held                    sorted set of responses that a router works on, by when another one may go on with them
     pieces:ID               hash: the pieces of a file by number; it ends by itself until its file is added
     claim:ID                hash: owner, epoch, until_ms, and how many lines have a good and a bad answer
     answers:ID              hash: the answers by number, each behind 1 (good) or 0
@@ -38,12 +39,19 @@ end
 _SIZES = """
 local function sizes(p, kind) return p .. (kind == 'response' and 'bytes:response' or 'bytes') end
 """
+_NOTE_HOLD = """
+local function hold(p, id, until_s)
+  redis.call('ZREM', p .. 'held', id)
+  if tonumber(until_s) > 0 then redis.call('ZADD', p .. 'held', until_s, id) end
+end
+"""
 _ADD = (
     _IF_HELD
     + _SIZES
+    + _NOTE_HOLD
     + """
-local p, id, kind, tenant, data, ends_at, version, size, most_bytes, most, most_open, batch_id, owner, epoch =
-  KEYS[1], unpack(ARGV)
+local p, id, kind, tenant, data, ends_at, version, size, held_until, most_bytes, most, most_open, batch_id, owner, epoch
+  = KEYS[1], unpack(ARGV)
 if not is_held(p, batch_id, owner, epoch) then return 0 end
 local held = redis.call('HMGET', p .. 'record:' .. id, 'kind', 'size')
 local more = tonumber(size) - tonumber(held[2] or 0)
@@ -62,6 +70,7 @@ redis.call('HSET', p .. 'record:' .. id, 'kind', kind, 'tenant', tenant, 'data',
 local seq = redis.call('INCR', p .. 'seq')
 redis.call('ZADD', p .. 'list:' .. kind .. ':' .. tenant, 'NX', seq, id)
 redis.call('ZADD', p .. 'ends', ends_at, id)
+hold(p, id, held_until)
 redis.call('PERSIST', p .. 'pieces:' .. id)
 if kind == 'batch' then
   redis.call('ZADD', p .. 'open', 'NX', seq, id)
@@ -73,8 +82,9 @@ return 1
 _REPLACE = (
     _IF_HELD
     + _SIZES
+    + _NOTE_HOLD
     + """
-local p, id, tenant, data, ends_at, version, size, batch_id, owner, epoch = KEYS[1], unpack(ARGV)
+local p, id, tenant, data, ends_at, version, size, held_until, batch_id, owner, epoch = KEYS[1], unpack(ARGV)
 if not is_held(p, batch_id, owner, epoch) then return 0 end
 local held = redis.call('HMGET', p .. 'record:' .. id, 'version', 'tenant', 'kind', 'size')
 if held[1] ~= version or held[2] ~= tenant then return 0 end
@@ -83,6 +93,7 @@ if more ~= 0 then redis.call('HINCRBY', sizes(p, held[3]), tenant, more) end
 redis.call('HSET', p .. 'record:' .. id, 'data', data, 'ends_at', ends_at, 'version', tonumber(version) + 1,
   'size', size)
 redis.call('ZADD', p .. 'ends', ends_at, id)
+hold(p, id, held_until)
 return 1
 """
 )
@@ -98,6 +109,7 @@ end
 redis.call('UNLINK', p .. 'record:' .. id, p .. 'pieces:' .. id)
 redis.call('ZREM', p .. 'list:' .. kind .. ':' .. tenant, id)
 redis.call('SREM', p .. 'open:' .. tenant, id)
+redis.call('ZREM', p .. 'held', id)
 if tonumber(held[3] or 0) > 0 then redis.call('HINCRBY', sizes(p, kind), tenant, -held[3]) end
 redis.call('ZREM', p .. 'ends', id)
 return 1
@@ -212,14 +224,22 @@ class RedisBatchStore:
         return [record for record in records if record is not None]
 
     async def replace(self, record: StoredRecord, claim: BatchClaim | None = None) -> bool:
-        values = (record.record_id, record.tenant, record.data, record.ends_at, record.version, record.size_bytes)
-        return bool(await self._run(_REPLACE, *values, *_held(claim)))
+        values = (record.record_id, record.tenant, record.data, record.ends_at, record.version)
+        kept = (record.size_bytes, record.held_until)
+        return bool(await self._run(_REPLACE, *values, *kept, *_held(claim)))
 
     async def remove(self, kind: Kind, tenant: str, record_id: str) -> bool:
         return bool(await self._run(_REMOVE, kind, tenant, record_id))
 
     async def ended(self, now: float, limit: int) -> Sequence[StoredRecord]:
-        key = f"{self._prefix}ends"
+        return await self._until("ends", now, limit)
+
+    async def left(self, now: float, limit: int) -> Sequence[StoredRecord]:
+        return await self._until("held", now, limit)
+
+    async def _until(self, name: str, now: float, limit: int) -> list[StoredRecord]:
+        """Some records of a sorted set of times, up to this one; ids whose record is lost leave it."""
+        key = f"{self._prefix}{name}"
         ids = await ask(lambda: self._client.zrange(key, "-inf", now, byscore=True, offset=0, num=limit))
         records = await self._records([record_id.decode() for record_id in ids])
         lost = [record_id for record_id, record in zip(ids, records, strict=True) if record is None]
@@ -340,7 +360,7 @@ class RedisBatchStore:
 
 def _values(record: StoredRecord) -> tuple[Any, ...]:
     values = (record.record_id, record.kind, record.tenant, record.data, record.ends_at, record.version)
-    return (*values, record.size_bytes)
+    return (*values, record.size_bytes, record.held_until)
 
 
 def _held(claim: BatchClaim | None) -> tuple[Any, ...]:

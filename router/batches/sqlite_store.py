@@ -39,6 +39,9 @@ CREATE TRIGGER IF NOT EXISTS response_changed AFTER UPDATE OF data ON records WH
 CREATE TRIGGER IF NOT EXISTS response_removed AFTER DELETE ON records WHEN OLD.kind = 'response' BEGIN
   UPDATE responses_of SET num = num - 1, bytes = bytes - {_OLD} WHERE tenant = OLD.tenant; END;
 """
+_HOLD = "json_extract(CAST(data AS TEXT), '$.held_until')"
+_IS_HELD = f"kind = 'response' AND {_HOLD} > 0"
+_SCHEMA += f"CREATE INDEX IF NOT EXISTS by_hold ON records ({_HOLD}) WHERE {_IS_HELD};"
 _LONGEST_CLAIM_S = 60.0
 """A claim that would end later is of an earlier boot of the machine, whose monotonic clock was another one."""
 _RECORD = "kind, record_id, tenant, data, ends_at, version"
@@ -130,6 +133,11 @@ class SqliteStore:
             return [StoredRecord(*row) for row in db.execute(query, (now, limit))]
 
         return await self._file.run(work)
+
+    async def left(self, now: float, limit: int) -> Sequence[StoredRecord]:
+        query = f"SELECT {_RECORD} FROM records INDEXED BY by_hold WHERE {_IS_HELD} AND {_HOLD} <= ? LIMIT ?"
+        rows = await self._file.run(lambda db: db.execute(query, (now, limit)).fetchall())
+        return [StoredRecord(*row) for row in rows]
 
     async def put_piece(self, file_id: str, number: int, data: bytes, claim: BatchClaim | None = None) -> bool:
         def work(db: sqlite3.Connection) -> bool:

@@ -196,6 +196,11 @@ class StoredRecord:
         return 0 if self.kind == "batch" else int(json.loads(self.data, strict=False).get("size_bytes", 0))
 
     @property
+    def held_until(self) -> float:
+        """When a response that a router works on may be taken over, in seconds since 1970; 0 where none has to."""
+        return float(json.loads(self.data, strict=False).get("held_until", 0)) if self.kind == "response" else 0.0
+
+    @property
     def is_readable(self) -> bool:
         """False, with a warning for the first such record, where another version of the protocol is needed."""
         try:
@@ -265,6 +270,10 @@ class BatchStore(Protocol):
 
     async def ended(self, now: float, limit: int) -> Sequence[StoredRecord]:
         """Some of the records that may be removed."""
+        ...
+
+    async def left(self, now: float, limit: int) -> Sequence[StoredRecord]:
+        """Some of the responses that nobody works on any more: those held until then, or an earlier time."""
         ...
 
     async def put_piece(self, file_id: str, number: int, data: bytes, claim: BatchClaim | None = None) -> bool:

@@ -2,7 +2,7 @@
 
     start -> queued -> in_progress -> completed, incomplete, failed
                  \\-> cancelled <-/
-    its router is lost, or leaves -> the next router that is asked for it goes on with it
+    its router is lost, or leaves -> the first router that looks, or is asked for it, goes on with it
 
 The generation can be resumed (`router.stream.resume`), so another router reads from the journal what there was of it,
 and goes on; its events go on after those that were told. Where the journal has it no more, a response of which nothing
@@ -14,86 +14,49 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from cluster.errors import BatonError, FailedPrecondition, NotFound, Unavailable
 from cluster.pb import generation_pb2 as pb
 from cluster.state import StoreAway
-from router.api.call import Call, Principal, TurnTokens
+from router.api.call import Call, Principal
 from router.openai.errors import HttpFailure, failure_of
 from router.openai.generating import GenerateStream
 from router.responses.answers import Event, ResponseAnswer
+from router.responses.background_run import BackgroundRun, Lost, within
 from router.responses.call import NAMES, ResponseCall, ResponseReader
 from router.responses.events import ResponseEvents
-from router.responses.store import EVENTS_IN_PIECE, KeptResponse, ResponseStore, StoredResponse
+from router.responses.store import KeptResponse, ResponseStore, StoredResponse
 from router.stream.failures import router_failed
 
 log = logging.getLogger(__name__)
 
 LEASE_S = 10.0
 """A response whose router has not renewed its hold for so long may be taken over."""
-SPACING_S = 0.1
-"""Least time between two writes of events."""
 POLL_S = 0.25
 """Interval at which a router looks for events of a response that another one works on."""
 REFUSED_WITHIN_S = 10.0
 """A response that is refused within this time has not begun; later, it has failed."""
 MOST_OF_A_TENANT = 200
 """Responses of one tenant that one router works on."""
-_AGAIN_S = 1.0
-_AWAY_S = 60.0
-"""An end is written for so long, where the store is away."""
+MOST_LOST_ROUTERS = 5
+"""A response with which so many routers were lost, one after another and without an event, has failed."""
+_TAKEN_AT_ONCE = 100
 
 Cancel = Callable[[pb.CancelGenerationRequest, Call], Coroutine[Any, Any, pb.CancelGenerationResponse]]
-
-
-class _Lost(Exception):
-    """Another one has changed the response: it was taken over, cancelled or deleted."""
+Work = Callable[[], Coroutine[Any, Any, None]]
 
 
 class _Left(Exception):
     """The router ends, and another one is to go on with the response."""
-
-
-class _Run:
-    """A response that this router works on."""
-
-    def __init__(self, kept: KeptResponse, events: ResponseEvents) -> None:
-        self.kept = kept
-        self.events = events
-        self.log: list[Event] = []
-        """All events of this run."""
-        self.turns: list[TurnTokens] = []
-        """As `ResponseCall.kept_turns`."""
-        self.generation_id = kept.response.generation_id
-        self.refusal: BatonError | None = None
-        """Why it did not begin."""
-        self.task: asyncio.Task[None] | None = None
-        self.begun = asyncio.Event()
-        """Set once it is known whether it begins."""
-        self.grew = asyncio.Event()
-        self.is_over = asyncio.Event()
-        self.stored = asyncio.Event()
-        """Set, and replaced, when more is stored."""
-        self.renew_at = 0.0
-
-    @property
-    def response(self) -> StoredResponse:
-        return self.kept.response
-
-    def tell(self, *events: Event) -> None:
-        self.log += events
-        self.grew.set()
-
-    def tell_stored(self) -> None:
-        self.stored.set()
-        self.stored = asyncio.Event()
 
 
 class BackgroundRuns:
@@ -117,17 +80,23 @@ class BackgroundRuns:
         self._principal_of_id = principal_of_id
         self._lease_s = lease_s
         self._owner = secrets.token_hex(12)
-        self._runs: dict[str, _Run] = {}
-        self._is_stopping = False
+        self._runs: dict[str, BackgroundRun] = {}
+        self._stopping = asyncio.Event()
+        self._watching: asyncio.Task[None] | None = None
+
+    def watch(self, can_serve: Callable[[], bool]) -> None:
+        """Goes on with what lost routers have left, from now on and while it can be served, though nobody asks."""
+        self._watching = asyncio.create_task(self._watch(can_serve), name="responses of lost routers")
 
     def stop(self) -> None:
         """What ends for that from now on is left to another router."""
-        self._is_stopping = True
+        self._stopping.set()
 
     async def close(self) -> None:
         """Leaves all that still runs to another router."""
         self.stop()
         tasks = [run.task for run in self._runs.values() if run.task is not None]
+        tasks += [] if self._watching is None else [self._watching]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -140,12 +109,12 @@ class BackgroundRuns:
             raise HttpFailure(429, "too_many_responses", message, retry_after_s=1.0)
         held = {"owner": self._owner, "held_until": time.time() + self._lease_s, "runs": [0]}
         kept = await self._store.add(wanted.stored(call.principal, **held), wanted.given)
-        run = _Run(kept, wanted.events())
+        run = BackgroundRun(self._store, self._lease_s, kept, wanted.events())
         run.turns = wanted.kept_turns
         run.tell(*run.events.begin())
         answer: ResponseAnswer = run.log[0]["response"]
-        self._begin(run, self._work(run, wanted.spec, wanted.generating(call)))
-        await _within(REFUSED_WITHIN_S, run.begun)
+        self._begin(run, partial(self._work, run, wanted.spec, wanted.generating(call)))
+        await within(REFUSED_WITHIN_S, run.begun)
         if run.refusal is not None:
             await self._store.delete(run.kept)
             raise run.refusal
@@ -155,7 +124,7 @@ class BackgroundRuns:
         """The response as it is, once a router works on it if it is not over. Raises NotFound."""
         response = kept.response
         while response.is_open and response.response_id not in self._runs and response.held_until <= time.time():
-            if self._is_stopping:
+            if self._stopping.is_set():
                 break
             held = {"owner": self._owner, "held_until": time.time() + self._lease_s, "runs": [*response.runs, 0]}
             taken = await self._store.replace(kept, replace(response, **held))  # type: ignore[arg-type]
@@ -179,7 +148,7 @@ class BackgroundRuns:
             first += len(events)
             if not kept.response.is_open:
                 return
-            await (asyncio.sleep(POLL_S) if stored is None else _within(self._lease_s, stored))
+            await (asyncio.sleep(POLL_S) if stored is None else within(self._lease_s, stored))
 
     async def cancel(self, kept: KeptResponse) -> ResponseAnswer:
         """Returns the response, which is over then. Raises NotFound."""
@@ -206,35 +175,49 @@ class BackgroundRuns:
             call = Call(Principal(response.key_id, response.tenant))
             await self._cancel_generation(pb.CancelGenerationRequest(generation_ids=[generation_id]), call)
 
+    async def _watch(self, can_serve: Callable[[], bool]) -> None:
+        while not self._stopping.is_set():
+            await within(self._lease_s * random.uniform(0.3, 0.6), self._stopping)
+            with suppress(StoreAway):
+                for kept in await self._store.left(_TAKEN_AT_ONCE) if can_serve() else ():
+                    try:
+                        await self.settled(kept)
+                    except NotFound:  # it was deleted meanwhile
+                        continue
+                    except Exception:
+                        log.exception("response %s could not be taken over", kept.response.response_id)
+
     async def _take_over(self, kept: KeptResponse) -> None:
         response = kept.response
         given = await self._store.given(response.response_id)
         events = ResponseEvents(given["answer"], told=response.told)
-        run = _Run(kept, events)
+        run = BackgroundRun(self._store, self._lease_s, kept, events)
         run.begun.set()
         try:
+            if response.runs[-MOST_LOST_ROUTERS - 1 : -1] == [0] * MOST_LOST_ROUTERS:
+                raise Unavailable(f"{MOST_LOST_ROUTERS} routers were lost that had begun to compute it")
             call = Call(self._principal_of_id(response.key_id))  # which may be revoked
             wanted = await self._reader.read_again(response.response_id, given, call)
         except BatonError as error:
             given["answer"]["output"] = await self._store.done_items(response)
             failure = failure_of(error, NAMES)
-            self._begin(run, self._end(run, failure))
+            self._begin(run, partial(self._end, run, failure))
             return
         run.events = wanted.events(response.told)
         run.events.answer["created_at"] = response.created_at
         run.turns = wanted.kept_turns
-        self._begin(run, self._go_on(run, wanted.spec, wanted.generating(call)))
+        self._begin(run, partial(self._go_on, run, wanted.spec, wanted.generating(call)))
 
-    def _begin(self, run: _Run, work: Coroutine[Any, Any, None]) -> None:
+    def _begin(self, run: BackgroundRun, work: Work) -> None:
         response_id = run.response.response_id
         self._runs[response_id] = run
         run.task = asyncio.create_task(self._guard(run, work), name=f"response {response_id}")
 
-    async def _guard(self, run: _Run, work: Coroutine[Any, Any, None]) -> None:
+    async def _guard(self, run: BackgroundRun, work: Work) -> None:
         """Stores what the work tells as it comes, and its end."""
         response_id = run.response.response_id
-        working = asyncio.create_task(work, name="a response in the background")
-        storing = asyncio.create_task(self._store_all(run), name="events of a response")
+        working = asyncio.create_task(work(), name="a response in the background")
+        storing = asyncio.create_task(run.store_all(), name="events of a response")
         try:
             await asyncio.wait((working, storing), return_when=asyncio.FIRST_COMPLETED)
             run.is_over.set()
@@ -242,16 +225,16 @@ class BackgroundRuns:
             await storing  # to its end, as what is cut off in the middle of a write may be written all the same
             await working
             if run.refusal is None:
-                await self._store_end(run)
-        except _Lost:
+                await run.store_end()
+        except Lost:
             log.info("response %s was cancelled, deleted or taken over", response_id)
         except _Left:
-            await self._release(run)
+            await run.release()
         except StoreAway as error:
             log.warning("response %s is left as it is, the store is away: %s", response_id, error)
         except asyncio.CancelledError:
-            if self._is_stopping:
-                await self._release(run)
+            if self._stopping.is_set():
+                await run.release()
         except Exception:
             log.exception("response %s could not be worked on", response_id)
         finally:
@@ -263,7 +246,7 @@ class BackgroundRuns:
             run.begun.set()
             run.tell_stored()
 
-    async def _go_on(self, run: _Run, spec: pb.GenerationSpec, call: Call) -> None:
+    async def _go_on(self, run: BackgroundRun, spec: pb.GenerationSpec, call: Call) -> None:
         """Resumes the generation, or begins another one where nothing was told of it."""
         response = run.response
         if response.generation_id:
@@ -280,7 +263,7 @@ class BackgroundRuns:
                     return
         await self._work(run, spec, call)
 
-    async def _work(self, run: _Run, spec: pb.GenerationSpec, call: Call) -> None:
+    async def _work(self, run: BackgroundRun, spec: pb.GenerationSpec, call: Call) -> None:
         wanted = pb.GenerationSpec()
         wanted.CopyFrom(spec)
         wanted.resume.SetInParent()
@@ -289,7 +272,7 @@ class BackgroundRuns:
         except (NotFound, FailedPrecondition) as error:
             await self._end(run, failure_of(error, NAMES), error)
 
-    async def _generate(self, run: _Run, spec: pb.GenerationSpec, call: Call) -> None:
+    async def _generate(self, run: BackgroundRun, spec: pb.GenerationSpec, call: Call) -> None:
         """Raises NotFound or FailedPrecondition where it cannot begin."""
 
         def opened(generation_id: str) -> None:
@@ -306,7 +289,7 @@ class BackgroundRuns:
         except (NotFound, FailedPrecondition):
             raise
         except Unavailable as error:
-            if self._is_stopping:
+            if self._stopping.is_set():
                 raise _Left from error
             await self._end(run, failure_of(error, NAMES), error)
         except BatonError as error:
@@ -315,77 +298,7 @@ class BackgroundRuns:
             log.exception("a response in the background failed")
             await self._end(run, failure_of(router_failed()))
 
-    async def _end(self, run: _Run, failure: HttpFailure, refusal: BatonError | None = None) -> None:
+    async def _end(self, run: BackgroundRun, failure: HttpFailure, refusal: BatonError | None = None) -> None:
         if not run.begun.is_set() and refusal is not None:
             run.refusal = refusal
         run.tell(run.events.fail(failure))
-
-    async def _store_all(self, run: _Run) -> None:
-        """Stores events as they come, and renews the hold, until the run is over. Raises _Lost."""
-        is_away = False
-        while not run.is_over.is_set():
-            run.grew.clear()
-            try:
-                await self._store_events(run)
-                is_away = False
-            except StoreAway as error:
-                if not is_away:
-                    log.warning("events of response %s wait for the store: %s", run.response.response_id, error)
-                is_away = True
-            await _within(SPACING_S if not is_away else _AGAIN_S, run.is_over)
-            if not is_away:
-                await _within(self._lease_s / 3, run.grew)
-
-    async def _store_events(self, run: _Run, *, is_last: bool = False) -> None:
-        """Stores what was told and is not stored. Raises _Lost or StoreAway."""
-        response, told, num_events = run.response, run.events.told, len(run.log)
-        if num_events == response.runs[-1] and not is_last and time.monotonic() < run.renew_at:
-            return
-        first = response.runs[-1] - response.runs[-1] % EVENTS_IN_PIECE
-        size_bytes = response.size_bytes
-        for begin in range(first, num_events, EVENTS_IN_PIECE):
-            piece = run.log[begin : min(begin + EVENTS_IN_PIECE, num_events)]
-            num_bytes = await self._store.put_events(response, begin // EVENTS_IN_PIECE, piece)
-            size_bytes += num_bytes if len(piece) == EVENTS_IN_PIECE or is_last else 0
-        answer = run.events.answer
-        if is_last:
-            size_bytes += await self._store.put_answer(response, answer, *run.turns[-1:])
-        changed = replace(
-            response,
-            status=answer["status"] if is_last or answer["status"] == "in_progress" else response.status,
-            generation_id=run.generation_id,
-            runs=[*response.runs[:-1], num_events],
-            position=told.position,
-            size_bytes=size_bytes,
-            held_until=0.0 if is_last else time.time() + self._lease_s,
-        )
-        kept = await self._store.replace(run.kept, changed)
-        if kept is None:
-            raise _Lost
-        run.kept, run.renew_at = kept, time.monotonic() + self._lease_s / 3
-        run.tell_stored()
-
-    async def _store_end(self, run: _Run) -> None:
-        if run.refusal is not None:
-            return
-        until = time.monotonic() + _AWAY_S
-        while True:
-            try:
-                await self._store_events(run, is_last=True)
-                return
-            except StoreAway:
-                if time.monotonic() > until:
-                    raise
-                await asyncio.sleep(_AGAIN_S)
-
-    async def _release(self, run: _Run) -> None:
-        """Lets another router go on at once."""
-        with suppress(StoreAway, _Lost):
-            await self._store.replace(run.kept, replace(run.response, generation_id=run.generation_id, held_until=0.0))
-
-
-async def _within(limit_s: float, event: asyncio.Event) -> None:
-    """Waits for an event, and no longer."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(limit_s):
-            await event.wait()

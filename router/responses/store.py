@@ -69,7 +69,7 @@ class StoredResponse(JsonRecord):
     owner: str = ""
     """The router that works on it."""
     held_until: float = 0.0
-    """When that router has been lost, if it has not said otherwise."""
+    """When that router has been lost, if it has not said otherwise; 0 where nobody has to work on it."""
     generation_id: str = ""
     """Of the last run; empty before it has begun."""
     runs: list[int] = field(default_factory=list)
@@ -156,6 +156,12 @@ class ResponseStore:
         if record is None or not record.is_readable or record.ends_at <= time.time():
             raise no_such_response(response_id)
         return KeptResponse(record, StoredResponse.from_json(record.data))
+
+    async def left(self, limit: int) -> list[KeptResponse]:
+        """Some of the open responses that no router works on any more."""
+        records = [each for each in await self._store.left(time.time(), limit) if each.is_readable]
+        found = [KeptResponse(each, StoredResponse.from_json(each.data)) for each in records]
+        return [kept for kept in found if kept.response.is_open]
 
     async def replace(self, kept: KeptResponse, response: StoredResponse) -> KeptResponse | None:
         """None where another one has changed or deleted it meanwhile."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from cluster.pb import generation_pb2 as pb
 from router.api.call import ANYONE, Call
 from router.batches.sqlite_store import SqliteStore
 from router.responses.answers import Event
-from router.responses.background import BackgroundRuns
+from router.responses.background import MOST_LOST_ROUTERS, BackgroundRuns
 from router.responses.bodies import ResponseBody
 from router.responses.call import ResponseReader
 from router.responses.store import EVENTS_IN_PIECE, ResponseStore
@@ -176,7 +177,7 @@ async def test_a_response_runs_without_a_client_and_is_streamed_to_whoever_asks(
 
 
 async def test_events_of_many_pieces_are_read_from_any_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("store", "background"):
+    for module in ("store", "background_run"):
         monkeypatch.setattr(f"router.responses.{module}.EVENTS_IN_PIECE", 8)
     world = World()
     runs, response_id = await world.begin(Generation(size=2, until=50))
@@ -249,12 +250,49 @@ async def test_a_router_that_ends_leaves_its_responses_to_the_next_one_at_once()
     runs.stop()
     generation.failure = Unavailable("the router is shutting down")
     generation.go_on.set()
-    await world.until(answer["id"], lambda response: response.held_until == 0.0)
+    await world.until(answer["id"], lambda response: response.held_until <= time.time())
     await runs.close()
     _, other = world.router(Generation(size=2))
     events = await world.read(other, answer["id"])
     check(events)
     assert text_of(events) == TEXT
+
+
+async def test_a_router_goes_on_with_what_a_lost_one_left_though_nobody_asks() -> None:
+    world = World()
+    runs, response_id = await world.begin(Generation(until=40))
+    await world.read(runs, response_id, 0, 9)
+    kill(runs)
+    others = [world.router(Generation(size=3))[1] for _ in range(3)]
+    can_serve = False
+    for other in others:
+        other.watch(lambda: can_serve)
+    await world.until(response_id, lambda response: response.held_until < time.time() - LEASE_S)
+    assert len((await world.store.find("", response_id)).response.runs) == 1
+    can_serve = True
+    over = await world.until(response_id, lambda response: not response.is_open)
+    assert over.status == "completed" and len(over.runs) == 2 and not await world.store.left(10)
+    events = await world.read(others[0], response_id)
+    check(events)
+    assert text_of(events) == TEXT
+    for other in others:
+        await other.close()
+
+
+async def test_a_response_with_which_every_router_is_lost_is_not_gone_on_with_for_ever() -> None:
+    world = World()
+    runs, response_id = await world.begin(Generation(until=0))
+    await world.read(runs, response_id, 0, 3)
+    kill(runs)
+    for _ in range(MOST_LOST_ROUTERS):
+        await world.until(response_id, lambda response: response.held_until <= time.time())
+        _, next_one = world.router(Generation(until=-1))
+        await next_one.settled(await world.store.find("", response_id))
+        kill(next_one)
+    _, last = world.router(Generation())
+    events = await world.read(last, response_id)
+    check(events)
+    assert "5 routers were lost" in events[-1]["response"]["error"]["message"]
 
 
 async def test_cancelling_ends_it_here_and_elsewhere() -> None:

@@ -33,8 +33,11 @@ def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], B
     return lambda: RedisBatchStore(server.url, f"{{{uuid.uuid4().hex}}}:")
 
 
-def record(record_id: str, size_bytes: int, tenant: str = "acme", kind: Any = "response") -> StoredRecord:
-    return StoredRecord(kind, record_id, tenant, json.dumps({"size_bytes": size_bytes}).encode(), LATER)
+def record(
+    record_id: str, size_bytes: int, tenant: str = "acme", kind: Any = "response", held_until: float = 0.0
+) -> StoredRecord:
+    data = json.dumps({"size_bytes": size_bytes, "held_until": held_until}).encode()
+    return StoredRecord(kind, record_id, tenant, data, LATER)
 
 
 async def test_responses_of_a_tenant_count_by_themselves(make_store: Callable[[], BatchStore]) -> None:
@@ -54,6 +57,26 @@ async def test_responses_of_a_tenant_count_by_themselves(make_store: Callable[[]
     assert page is not None and [each.record_id for each in page] == ["resp_1", "resp_30", "resp_4"]
     assert [await store.piece("resp_1", number) for number in range(2)] == [b"given", b"answer"]
     assert await store.find("response", "other", "resp_1") is None
+    await store.close()
+
+
+async def test_responses_that_nobody_holds_any_more_are_told(make_store: Callable[[], BatchStore]) -> None:
+    store, limits = make_store(), TenantLimits(most_bytes=100, most_files=9, most_batches=0, most_open=0)
+
+    async def left(now: float) -> set[str]:
+        return {each.record_id for each in await store.left(now, 10)}
+
+    for number, until in enumerate((100.5, 150.0, 0.0)):
+        assert await store.reserve(record(f"resp_{number}", 1, held_until=until), limits)
+    assert await store.reserve(record("resp_9", 1, "other", held_until=200.0), limits)
+    await store.add(record("file-1", 1, kind="file", held_until=1.0))
+    assert await left(100.4) == set() and await left(100.5) == {"resp_0"}
+    assert await left(1e9) == {"resp_0", "resp_1", "resp_9"} and len(await store.left(1e9, 2)) == 2
+    assert await store.replace(record("resp_0", 1, held_until=300.0)) and await store.replace(
+        record("resp_9", 1, "other")
+    )
+    assert await left(299.0) == {"resp_1"} and await left(300.0) == {"resp_0", "resp_1"}
+    assert await store.remove("response", "acme", "resp_1") and await left(300.0) == {"resp_0"}
     await store.close()
 
 
