@@ -212,3 +212,10 @@ def as_many_as(items: list[Item], slots: Sequence[int], left: deque[Item]) -> li
     """Returns the items that there are slots for; puts the others back in front of what is `left`."""
     left.extendleft(reversed(items[len(slots) :]))
     return items[: len(slots)]
+
+
+def halves_of(move: BlockMove) -> Iterator[BlockMove]:
+    """Yields a move of several blocks as two."""
+    half = len(move.keys) // 2
+    for part in (slice(half), slice(half, None)):
+        yield BlockMove(move.kind, move.sources[part], move.targets[part], move.keys[part])

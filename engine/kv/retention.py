@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from itertools import chain
 from typing import Generic, NamedTuple, TypeVar
 
@@ -17,6 +18,9 @@ V = TypeVar("V")
 
 MOST_SHARED = 16
 """How many times a tier's limit all sessions together may have, each block counted for each session that has it."""
+
+
+_FEW_ENDS = 64
 
 
 class SessionName(NamedTuple):
@@ -104,6 +108,9 @@ class Retention(Generic[K]):
         self._num_of: Counter[str] = Counter()
         """Blocks by tenant, each as often as sessions of it have it."""
         self._owners: Counter[K] = Counter()
+        self._ends: list[tuple[float, SessionName]] = []
+        """A heap of the ends of all turns; a session with several is over with its last one."""
+        self._most_ends = _FEW_ENDS
 
     def __contains__(self, key: K) -> bool:
         return key in self._owners
@@ -121,7 +128,7 @@ class Retention(Generic[K]):
     def retain(self, name: SessionName, keys: Iterable[K], until: float) -> None:
         """Retains these in place of what the session had, of more than the limit the first; where they are a part of
         that, as of a turn that was cut off, it stays."""
-        had = (self._tenants.get(name.tenant) or OrderedDict[str, _Turn[K]]()).get(name.session_id)
+        had = self._turn_of(name)
         new = tuple(dict.fromkeys(keys))[: self.limit]
         turn: _Turn[K] = _Turn(had.keys if had is not None and set(new) <= set(had.keys) else new, until)
         changed = dict.fromkeys(self._remove(name))
@@ -130,6 +137,8 @@ class Retention(Generic[K]):
             self._num_of[name.tenant] += len(turn.keys)
             self._owners.update(turn.keys)
             changed.update(dict.fromkeys(turn.keys))
+            heappush(self._ends, (until, name))
+            self._forget_ends()
         while len(self._owners) > self.limit or self._num_of.total() > MOST_SHARED * self.limit:
             changed.update(dict.fromkeys(self._remove(self._next_to_go(name))))
         self.on_change(changed)
@@ -139,12 +148,23 @@ class Retention(Generic[K]):
         self.on_change(self._remove(name))
 
     def expire(self, now: float) -> None:
-        for name in [name for name, _, until in self.sessions() if until <= now]:
-            self.end(name)
+        """Ends the sessions whose time is over, the first one first."""
+        while self._ends and self._ends[0][0] <= now:
+            _, name = heappop(self._ends)
+            turn = self._turn_of(name)
+            if turn is not None and turn.until <= now:
+                self.end(name)
 
     def clear(self) -> None:
         for name in [name for name, _, _ in self.sessions()]:
             self.end(name)
+
+    def _forget_ends(self) -> None:
+        """Drops those of earlier turns, once they may be half of all."""
+        if len(self._ends) > self._most_ends:
+            self._ends = [(until, name) for name, _, until in self.sessions()]
+            heapify(self._ends)
+            self._most_ends = max(_FEW_ENDS, 2 * len(self._ends))
 
     def _next_to_go(self, newest: SessionName) -> SessionName:
         """The least recently used session of the tenant that has the most, but for the one that came right now."""
@@ -152,12 +172,17 @@ class Retention(Generic[K]):
         tenant = max(others, key=lambda tenant: self._num_of[tenant])
         return SessionName(tenant, next(iter(self._tenants[tenant])))
 
+    def _turn_of(self, name: SessionName) -> _Turn[K] | None:
+        turns = self._tenants.get(name.tenant)
+        return None if turns is None else turns.get(name.session_id)
+
     def _remove(self, name: SessionName) -> Sequence[K]:
         """Returns the blocks that nobody retains any more, in their order."""
-        turns = self._tenants.get(name.tenant) or OrderedDict[str, _Turn[K]]()
-        turn = turns.pop(name.session_id, None)
+        turn = self._turn_of(name)
         if turn is None:
             return ()
+        turns = self._tenants[name.tenant]
+        del turns[name.session_id]
         self._num_of[name.tenant] -= len(turn.keys)
         if not turns:
             del self._tenants[name.tenant], self._num_of[name.tenant]
@@ -173,6 +198,8 @@ class Retention(Generic[K]):
         """Returns what is wrong with the books; nothing as a rule."""
         owners = Counter(key for _, keys, _ in self.sessions() for key in keys)
         wrong = [] if owners == self._owners else ["the owners of retained blocks are not those of the sessions"]
+        ends = set(self._ends)
+        wrong += [f"the end of {name} is not known" for name, _, until in self.sessions() if (until, name) not in ends]
         if len(owners) > self.limit:
             wrong.append(f"{len(owners)} blocks are retained, of at most {self.limit}")
         return wrong

@@ -68,6 +68,7 @@ class TieredBlocks(RetainingBlocks):
         """(pinned slot, block, key)."""
         self._num_given = 0  # blocks allocated since the start
         self._look_from = {MoveKind.SAVE: 0, MoveKind.SPILL: 0}  # how many there are when it is time to copy down
+        self._halves: list[BlockMove] = []  # of reads that have failed
         self.num_under_way = Counter[MoveKind]()  # moves
         self._to_save, self._to_spill, self._is_ending = deque[int](), deque[TierKey](), False
 
@@ -181,7 +182,8 @@ class TieredBlocks(RetainingBlocks):
 
     def take_moves(self) -> list[BlockMove]:
         """Returns what is to be copied now; `moved` is to be called at the end of each."""
-        moves: list[BlockMove] = []
+        moves, self._halves = self._halves, []
+        self.num_under_way.update(half.kind for half in moves)
         for kind, waiting in self._to_load.items():
             while waiting and self.num_under_way[kind] < MOST_MOVES:
                 self.num_under_way[kind] += 1
@@ -264,8 +266,12 @@ class TieredBlocks(RetainingBlocks):
         self._look_from[kind] = self._num_given + max(1, ahead // 4)
 
     def moved(self, move: BlockMove, error: str = "") -> None:
-        """A move has ended; with an error none of its copies counts, and copies down are not tried again at once."""
+        """A move has ended; with an error none of its copies counts, and copies down are not tried again at once. Reads
+        are, by halves: a damaged block ends no other."""
         self.num_under_way[move.kind] -= 1
+        if error and move.kind is MoveKind.READ and len(move.keys) > 1:
+            self._halves += kv_tier.halves_of(move)
+            return
         if error:
             self.counts.failed += len(move.keys)
             if not move.kind.is_up:

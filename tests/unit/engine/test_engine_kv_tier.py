@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cluster.prefix_hash import prefix_hashes
 from engine.kv.kv_tier import KvTier, TierKey
 from engine.kv.tiered_blocks import TieredBlocks
 
@@ -46,3 +47,21 @@ def test_what_to_spill_is_looked_for_once_for_many_moves() -> None:
                 manager.moved(move)
     assert manager.counts.spilled > 1000 and manager.counts.given_up == manager.counts.unsaved == 0
     assert len(looked_at) < 10 * manager.counts.spilled
+
+
+def test_one_damaged_block_of_a_move_ends_no_other_and_the_prefix_up_to_it_is_used() -> None:
+    manager = TieredBlocks(num_blocks=80, block_size=2, num_slots=4, num_disk_slots=400, num_ahead=80)
+    tokens = list(range(121))
+    manager.find_again(enumerate((0, digest) for digest in prefix_hashes(tokens, 2, b"")))
+    table, damaged, num_moves = manager.match_prefix(tokens), 41, 0
+    assert len(table) == 60 and manager.have_arrived(table) is None
+    while moves := manager.take_moves():
+        num_moves += len(moves)
+        for move in moves:
+            manager.moved(move, "it is damaged" if damaged in move.sources else "")
+        manager.check()
+    assert manager.have_arrived(table) is False
+    manager.release(table)
+    assert (manager.counts.failed, manager.counts.read, num_moves) == (1, 59, 13), "the whole, and six times two halves"
+    assert manager.match_prefix(tokens) == table[:damaged] and manager.have_arrived(table[:damaged])
+    assert list(prefix_hashes(tokens, 2, b""))[damaged] not in manager.cached_hashes and len(manager.disk) == 59

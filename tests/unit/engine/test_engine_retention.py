@@ -132,6 +132,23 @@ def test_of_a_session_the_end_goes_first_and_all_of_it_once_its_time_is_over() -
     assert list(order) == [4, 3, 2, 1, 5]
 
 
+def test_what_expires_costs_what_expires_and_a_session_that_went_on_does_not_expire_with_its_first_turn() -> None:
+    retention: Retention[int] = Retention(1000)
+    for turn in range(300):
+        for name in (A, B, C):
+            retention.retain(name, [turn], 10.0 + turn)
+    assert len(retention._ends) < 200 and not retention.check(), "ends of earlier turns are forgotten"
+    retention.retain(A, [1, 2], 5.0)
+    retention.retain(B, [3], 400.0)
+    retention.expire(5.0)
+    assert {name for name, *_ in retention.sessions()} == {B, C}, "a turn may also end sooner than the one before it"
+    retention.end(C)
+    retention.expire(399.0)
+    assert [name for name, *_ in retention.sessions()] == [B] and not retention.check()
+    retention.expire(400.0)
+    assert not len(retention) and not retention._ends
+
+
 def test_blocks_that_sessions_share_count_once_but_not_without_end() -> None:
     retention: Retention[int] = Retention(4)
     for number in range(1000):

@@ -294,7 +294,8 @@ class TieredBlocksWalk(RuleBasedStateMachine):
     def the_books_agree(self) -> None:
         self.manager.check()
         owners = [block for _, table, _ in self.live + self.waiting for block in table]
-        arriving = [block for move in self.moves if move.kind.is_up for block in move.targets]
+        moves = [*self.moves, *self.manager._halves]
+        arriving = [block for move in moves if move.kind.is_up for block in move.targets]
         arriving += [block for waiting in self.manager._to_load.values() for _, block, _ in waiting]
         for block in range(6):
             assert self.manager.refcount(block) == owners.count(block) + arriving.count(block)
@@ -305,7 +306,7 @@ class TieredBlocksWalk(RuleBasedStateMachine):
     def teardown(self) -> None:
         for _, table, _ in self.live + self.waiting:
             self.manager.release(table)
-        for move in [*self.moves, *self.manager.take_moves()]:
+        for move in self.moves:
             self.manager.moved(move, "stopped")
         while moves := self.manager.take_moves():
             for move in moves:
