@@ -75,12 +75,12 @@ _ARCHITECTURES: dict[Shape, dict[str, Any]] = {
 _SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
 
 
-def make_model(shape: Shape, folder: Path) -> Path:
+def make_model(shape: Shape, folder: Path, vocab_size: int | None = None) -> Path:
     """Writes the model into `folder`, which is made; one that lies there already is kept. Raises OSError."""
     if (folder / "config.json").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    config = _config(shape)
+    config = _config(shape) | ({} if vocab_size is None else {"vocab_size": vocab_size})
     generator = torch.Generator().manual_seed(0)
     norm = 0.0 if shape == Shape.GEMMA else 1.0  # Gemma's are offsets from 1
     weights = {name: _random(size, generator, norm) for name, size in _tensors(config)}
@@ -172,11 +172,12 @@ def main(
         Shape, typer.Argument(help="25 M, 160 M, 1.1 B parameters; MHA: 160 M, much KV; MOE: experts; GEMMA: windows.")
     ],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to; a model that is there is kept.")],
+    vocab_size: Annotated[int | None, typer.Option(help="Another vocabulary than the shape's.")] = None,
 ) -> None:
     """Makes a random model."""
     is_there = (folder / "config.json").exists()
     try:
-        make_model(shape, folder)
+        make_model(shape, folder, vocab_size)
     except OSError as error:
         typer.echo(f"error: {folder} cannot be written: {error.strerror}", err=True)
         raise typer.Exit(ExitCode.FAILED) from None

@@ -3,10 +3,12 @@
     python -m benchmarks.masks [--threads 1] [--rounds 400]
     python -m benchmarks.masks --vocab-size 128000      # random tokens, and a GPU's step: the processor waits for it
     python -m benchmarks.masks --vocab-size 128000 --tools      # what grammars of calls cost: a table
+    python benchmarks/make_model.py M DIR --vocab-size 128000; python -m benchmarks.masks --model DIR    # a CPU's step
 
 The arms take turns, step by step: no constraint, llguidance between step and sampler, and Baton's own way, in which
 processes compute the masks beside the step. Both constrained arms must choose the same tokens. With `--vocab-size` it
-is the time of the engine's thread alone, beside a step of `--step-ms` in which it sleeps, and what that adds to it.
+is the time of the engine's thread alone, beside a step of `--step-ms` in which it sleeps, and what that adds to it:
+where the thread is the device, asking and collecting; where a GPU is at the step, what is not done when that ends.
 The table has the processor time of compiling and of each mask, which other programs change little, and the memory that
 a grammar's process has for itself when it has followed some outputs.
 """
@@ -45,7 +47,7 @@ from router.tool_calls.output import OutputForm
 from router.tool_calls.registry import TOOL_FORMATS, thinking_of
 
 MODEL = Path(__file__).resolve().parent.parent / "models" / "tiny-shakespeare"
-VOCAB_SIZE, EOS, BLOCK_SIZE, FIRST_ROUNDS = 1024, 0, 16, 50
+VOCAB_SIZE, EOS, BLOCK_SIZE = 1024, 0, 16
 TABLE_TOKENS, TABLE_OUTPUTS = 200, 4
 
 
@@ -83,10 +85,10 @@ def grammar(number: int) -> str:
 class Arm:
     """A batch of sequences that go on for ever: one that ends begins again as another sequence of its request."""
 
-    def __init__(self, constraints: Sequence[Any]) -> None:
-        stops = frozenset({EOS})
-        self._params = [SamplingParams(seed=i, stop_token_ids=stops, constraint=c) for i, c in enumerate(constraints)]
-        self._sampler = Sampler(VOCAB_SIZE)
+    def __init__(self, constraints: Sequence[Any], vocab_size: int, temperature: float) -> None:
+        common: dict[str, Any] = {"stop_token_ids": frozenset({EOS}), "temperature": temperature}
+        self._params = [SamplingParams(seed=i, constraint=c, **common) for i, c in enumerate(constraints)]
+        self._sampler = Sampler(vocab_size)
         self._indices = [0] * len(constraints)
         self.outputs: list[list[int]] = [[] for _ in constraints]
         self.seconds: list[float] = []
@@ -129,34 +131,43 @@ def measure_thread(
     """The time of the engine's thread, in two arms that choose the same tokens, up to the masks as one array, as a GPU
     is sent them; then what a CPU adds, which leaves them where they are and goes over its logits."""
     grammars = [grammar(0 if is_shared else i) for i in range(batch)]
-    ahead = [constrainer.new(text) for text in grammars]
+    ahead, beside = ([constrainer.new(text) for text in grammars] for _ in range(2))
     inline = [InlineConstraint(vocabulary, text) for text in grammars]
     outputs: list[list[int]] = [[] for _ in grammars]
     size, ends, random = vocabulary.vocab_size, frozenset({EOS}), Random(2)
-    params = [SamplingParams(stop_token_ids=ends, constraint=constraint) for constraint in ahead]
+    params = {
+        name: [SamplingParams(stop_token_ids=ends, constraint=constraint) for constraint in constraints]
+        for name, constraints in {"ahead": ahead, "beside": beside}.items()
+    }
     logits, kernels = torch.zeros(batch, size), native()[0]
     words = np.zeros((batch, row_bytes(size) // 4), dtype=np.int32)  # as torch keeps page-locked memory
     taken: dict[str, list[float]] = {"inline": [], "ahead": [], "logits": []}
     used: list[float] = []
-    steps: dict[str, list[float]] = {"free": [], "ahead": []}
+    steps: dict[str, list[float]] = {"free": [], "ahead": [], "beside": []}
     for _ in range(rounds):
         began = time.perf_counter()
         time.sleep(step_s)
         steps["free"].append(time.perf_counter() - began)
-        rows = [SampleRow(each, 0, (), output) for each, output in zip(params, outputs, strict=True)]
-        used_before, step_began = time.thread_time(), time.perf_counter()
-        for constraint, output in zip(ahead, outputs, strict=True):
-            constraint.ask(0, output, ends)
-        ahead[0].flush()
-        asked_s = time.perf_counter() - step_began
-        time.sleep(step_s)
-        began = time.perf_counter()
-        allowed, problems = follow_constraints(rows, range(batch))
-        np.stack(list(allowed.values()), out=words)
-        steps["ahead"].append(time.perf_counter() - step_began)
-        taken["ahead"].append(asked_s + time.perf_counter() - began)
-        used.append(time.thread_time() - used_before)
-        assert not problems, problems
+        for name in ("ahead", "beside"):
+            constraints = ahead if name == "ahead" else beside
+            used_before, step_began = time.thread_time(), time.perf_counter()
+            for constraint, output in zip(constraints, outputs, strict=True):
+                constraint.ask(0, output, ends)
+            constraints[0].flush()
+            asked_s = time.perf_counter() - step_began
+            if name == "ahead":
+                time.sleep(step_s)
+            began = time.perf_counter()
+            rows = [SampleRow(each, 0, (), output) for each, output in zip(params[name], outputs, strict=True)]
+            allowed, problems = follow_constraints(rows, range(batch))
+            np.stack(list(allowed.values()), out=words)
+            assert not problems, problems
+            if name == "ahead":
+                taken["ahead"].append(asked_s + time.perf_counter() - began)
+                used.append(time.thread_time() - used_before)
+            else:
+                time.sleep(max(0.0, step_began + step_s - time.perf_counter()))
+            steps[name].append(time.perf_counter() - step_began)
         if kernels is not None:
             began = time.perf_counter()
             kernels.mask_rows(logits, allowed)
@@ -175,10 +186,14 @@ def measure_thread(
     medians = ", ".join(
         f"{name} {1000 * statistics.median(seconds):.2f} ms" for name, seconds in taken.items() if seconds
     )
-    slower = statistics.median(a / b for a, b in zip(steps["ahead"], steps["free"], strict=True)) - 1
+    slower, beside_gpu = (
+        100 * statistics.median(a / b for a, b in zip(steps[name], steps["free"], strict=True)) - 100
+        for name in ("ahead", "beside")
+    )
     which = "one grammar" if is_shared else "a grammar each"
     each = f"{1e6 * statistics.median(used) / batch:.1f} us of processor time a row ahead"
-    return f"{batch} rows, {which}: {medians}; {each}; a step of {1000 * step_s:g} ms {100 * slower:.1f} % longer"
+    longer = f"{slower:.1f} % longer, {beside_gpu:.1f} % on a GPU"
+    return f"{batch} rows, {which}: {medians}; {each}; a step of {1000 * step_s:g} ms {longer}"
 
 
 def tool_grammars() -> dict[str, str]:
@@ -247,26 +262,39 @@ def print_table(vocabulary: LLTokenizer, definition: str, size: int) -> None:
     processes.close()
 
 
-def measure(batch: int, is_shared: bool, rounds: int, constrainer: Constrainer, vocabulary: LLTokenizer) -> str:
+def measure(
+    batch: int,
+    is_shared: bool,
+    rounds: int,
+    constrainer: Constrainer,
+    vocabulary: LLTokenizer,
+    model: Path,
+    temperature: float,
+) -> str:
     grammars = [grammar(0 if is_shared else i) for i in range(batch)]
     blocks = BlockManager(batch * 8, BLOCK_SIZE)
     runner = ModelRunner(
-        MODEL, tp=SingleGroup(), device="cpu", dtype="float32", num_blocks=batch * 8, block_size=BLOCK_SIZE
+        model, tp=SingleGroup(), device="cpu", dtype="float32", num_blocks=batch * 8, block_size=BLOCK_SIZE
     )
     slices = [SequenceSlice((5,), 70, tuple(blocks.allocate(6)), True) for _ in range(batch)]
+    arm = partial(Arm, vocab_size=vocabulary.vocab_size, temperature=temperature)
     arms = {
-        "none": Arm([None] * batch),
-        "inline": Arm([InlineConstraint(vocabulary, text) for text in grammars]),
-        "ahead": Arm([constrainer.new(text) for text in grammars]),
+        "none": arm([None] * batch),
+        "inline": arm([InlineConstraint(vocabulary, text) for text in grammars]),
+        "ahead": arm([constrainer.new(text) for text in grammars]),
     }
     for _ in range(rounds):
         for arm in arms.values():
             arm.step(runner, slices)
     assert arms["inline"].outputs == arms["ahead"].outputs
-    taken = {name: arm.seconds[FIRST_ROUNDS:] for name, arm in arms.items()}
-    ratio = statistics.median(a / b for a, b in zip(taken["ahead"], taken["inline"], strict=True))
+    taken = {name: arm.seconds[rounds // 8 :] for name, arm in arms.items()}
+    ratio, slower = (
+        statistics.median(a / b for a, b in zip(taken["ahead"], taken[name], strict=True))
+        for name in ("inline", "none")
+    )
     medians = ", ".join(f"{name} {1000 * statistics.median(seconds):.2f} ms" for name, seconds in taken.items())
-    return f"{batch} rows, {'one grammar' if is_shared else 'a grammar each'}: {medians}; ahead/inline {ratio:.2f}"
+    which = "one grammar" if is_shared else "a grammar each"
+    return f"{batch} rows, {which}: {medians}; ahead/inline {ratio:.2f}; a step {100 * slower - 100:.1f} % longer"
 
 
 def main() -> None:
@@ -274,13 +302,18 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=400)
     parser.add_argument("--vocab-size", type=int)
+    parser.add_argument("--model", type=Path, help="whose steps are computed, with random tokens; else the bundled one")
+    parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--step-ms", type=float, default=5.0)
     parser.add_argument("--tools", action="store_true", help="a table of grammars of calls, and nothing else")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    run: Callable[..., str] = measure
+    run: Callable[..., str] = partial(measure, model=given.model or MODEL, temperature=given.temperature)
     size, definition = VOCAB_SIZE, (MODEL / "tokenizer.json").read_text("utf-8")
-    if given.vocab_size is not None:
+    if given.model is not None:
+        size = json.loads((given.model / "config.json").read_text("utf-8"))["vocab_size"]
+        definition = random_tokenizer(size)
+    elif given.vocab_size is not None:
         size, definition = given.vocab_size, random_tokenizer(given.vocab_size)
         run = partial(measure_thread, step_s=given.step_ms / 1000)
     vocabulary = LLTokenizer(definition, n_vocab=size)

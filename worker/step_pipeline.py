@@ -210,7 +210,8 @@ class StepPipeline:
         for p in prefilling:
             self._prefill.step_launching(p, number)
         ends = [p for p in scheduled if p.num_tokens == p.sequence.num_remaining]
-        _ask_ahead(ends)
+        if not self._overlaps:
+            _ask_ahead(ends)
         num_scored = [len(s.scored.next_token_ids) if s.scored is not None else 0 for s in slices]
         self._blocks.begin_step()
         has_prompt = len(step.token_ids) > len(scheduled)
@@ -221,6 +222,8 @@ class StepPipeline:
         size = size_of_shares(scheduled) if self._step_clock.wants(has_prompt) else None
         self._step_clock.begins(self._clock(), size)
         launched = self._ranks.launch(step, lambda: [row for p in ends for row in p.sequence.sample_rows()])
+        if self._overlaps:  # a device is at it, which does not wait for that
+            _ask_ahead(ends)
         return Flight(number, launched, decoding, prefilling, ends, num_scored, preempted, copies)
 
     def _rest(self) -> None:

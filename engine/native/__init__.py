@@ -63,6 +63,7 @@ class Native:
                 self._functions[name, dtype, dtype] = self._bind(f"{name}_{of_type}", arguments)
                 self._functions[name, dtype, torch.int8] = self._bind(f"{name}_{of_type}_int8", arguments)
         self._mask_rows = self._bind("mask_rows", [_POINTER, _COUNT, _COUNT, _POINTER, _POINTER, _COUNT, _FLOAT])
+        self._largest_kept = self._bind("largest_kept", [_POINTER, _COUNT, _COUNT, _POINTER, _COUNT, _FLOAT, _POINTER])
         products = self._library.baton_products()
         self.has_products = products > 0
         """Whether this processor multiplies bytes (AVX512-VNNI); without it, `linear` and `decode` are not there."""
@@ -120,6 +121,17 @@ class Native:
         words = np.fromiter((each.ctypes.data for each in kept.values()), np.uintp, len(kept))
         addresses = rows.ctypes.data, words.ctypes.data
         self._mask_rows(logits.data_ptr(), logits.stride(0), logits.shape[1], *addresses, len(kept), -math.inf)
+
+    def largest_kept(self, logits: Tensor, kept: Mapping[int, npt.NDArray[np.int32]]) -> Tensor:
+        """The first of the largest of each row of float32 logits [R, V], in the rows named of those that their words
+        have a bit for: int64 [R]."""
+        words = np.zeros(len(logits), np.uintp)
+        for r, each in kept.items():
+            words[r] = each.ctypes.data
+        at = torch.empty(len(logits), dtype=torch.int64)
+        sizes = logits.stride(0), logits.shape[1], words.ctypes.data, len(logits)
+        self._largest_kept(logits.data_ptr(), *sizes, -math.inf, at.data_ptr())
+        return at
 
     def rotate_and_store(
         self,

@@ -44,6 +44,34 @@ void mask_row(float* row, const uint32_t* words, int64_t width, float nothing) {
   }
 }
 
+// The first of the largest numbers in a row among those that its words, as above, have a bit for; the first number where
+// there is none. Without words, among all.
+int64_t largest_kept(const float* row, const uint32_t* words, int64_t width, float nothing) {
+  float best = nothing;
+  int64_t best_at = -1;
+  for (int64_t at = 0; at < width; at += 32) {
+    const uint32_t word = words ? words[at / 32] : 0xffffffffu;
+    if (!word) continue;
+    if (best_at < 0) best_at = at;
+    const int64_t end = at + 32 < width ? 32 : width - at;
+    float largest = nothing;
+    if (word == 0xffffffffu && end == 32) {
+      for (int64_t i = 0; i < 32; ++i) largest = row[at + i] > largest ? row[at + i] : largest;
+    } else {
+      for (int64_t i = 0; i < end; ++i) {
+        const float value = (word >> i) & 1 ? row[at + i] : nothing;
+        largest = value > largest ? value : largest;
+      }
+    }
+    if (largest > best) best = largest, best_at = at;
+  }
+  if (best_at < 0) return 0;
+  const uint32_t word = words ? words[best_at / 32] : 0xffffffffu;
+  for (int64_t at = best_at; at < best_at + 32 && at < width; ++at)
+    if ((word >> (at - best_at)) & 1 && row[at] >= best) return at;
+  return best_at;
+}
+
 }  // namespace
 
 extern "C" {
@@ -53,6 +81,13 @@ void baton_mask_rows(float* logits, int64_t stride, int64_t width, const int64_t
                      int64_t count, float nothing) {
 #pragma omp parallel for if (count * width >= kWorthThreads && count > 1)
   for (int64_t i = 0; i < count; ++i) mask_row(logits + rows[i] * stride, words[i], width, nothing);
+}
+
+// Of logits [rows, width] the largest in each row among what it keeps, as its words say; null: all of them.
+void baton_largest_kept(const float* logits, int64_t stride, int64_t width, const uint32_t* const* words, int64_t rows,
+                        float nothing, int64_t* at) {
+#pragma omp parallel for if (rows * width >= kWorthThreads && rows > 1)
+  for (int64_t i = 0; i < rows; ++i) at[i] = largest_kept(logits + i * stride, words[i], width, nothing);
 }
 
 #define BATON_FLOATING(NAME, T)                                                                                        \

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.copies import upload
-from engine.native import native
+from engine.native import Native, native
 from engine.sampling.constraint import ConstraintFailed, Words
 from engine.sampling.params import SampleRow, SamplingParams
 
@@ -53,8 +53,9 @@ class LogitRules:
         ]
         self._is_static = bool(bias or self._allowed or self._repetition or self._output)
 
-    def apply(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-        """Returns the changed logits [R, V]; the very same tensor when no rule holds in this step."""
+    def apply(self, logits: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, Mapping[int, Words]]:
+        """Returns the changed logits [R, V]; the very same tensor when no rule changes them in this step. Beside them,
+        the tokens that rows are still to be held to: constraints alone need no copy where kernels read their words."""
         allowed = self._follow_constraints(rows)
         banned = [
             r * self._vocab_size + token_id
@@ -62,8 +63,8 @@ class LogitRules:
             if rows[r].position < minimum and (r not in allowed or can_do_without(stops, allowed[r]))
             for token_id in stops
         ]
-        if not (self._is_static or banned or allowed):
-            return logits
+        if not (self._is_static or banned) and (not allowed or _kernels(self._device) is not None):
+            return logits, allowed
         logits = logits.clone()
         flat = logits.view(-1)
         if self._bias_indices.numel():
@@ -71,31 +72,19 @@ class LogitRules:
         for r, token_ids in self._allowed:
             logits[r] = torch.full_like(logits[r], -torch.inf).index_copy_(0, token_ids, logits[r, token_ids])
         if allowed:
-            self._mask(logits, allowed)
+            mask_rows(logits, allowed)
         if banned:
             flat.index_fill_(0, upload(banned, self._device, np.int64), -torch.inf)
         if self._repetition:
             self._penalize_repetition(flat, rows)
         if self._output:
             self._penalize_output(flat, rows)
-        return logits
+        return logits, {}
 
     def _follow_constraints(self, rows: Sequence[SampleRow]) -> dict[int, Words]:
         """The tokens that may follow each constrained row; rows with a problem are left out."""
         allowed, self.problems = follow_constraints(rows, self._constrained)
         return allowed
-
-    def _mask(self, logits: Tensor, allowed: Mapping[int, Words]) -> None:
-        """Leaves those tokens to the rows, in place."""
-        kernels = native()[0] if self._device.type == "cpu" else None
-        if kernels is not None:
-            kernels.mask_rows(logits, allowed)
-            return
-        words = upload(np.stack(list(allowed.values())), self._device).unsqueeze(-1)  # [C, W, 1]
-        bits = (words >> torch.arange(32, dtype=torch.int32, device=self._device)) & 1
-        is_ruled_out = bits.flatten(1)[:, : self._vocab_size] == 0
-        index = upload(list(allowed), self._device, np.int64)
-        logits[index] = logits[index].masked_fill_(is_ruled_out, -torch.inf)
 
     def _penalize_repetition(self, flat: Tensor, rows: Sequence[SampleRow]) -> None:
         tokens = [_tokens(rows[r].prompt_token_ids, rows[r].output_token_ids) for r, _ in self._repetition]
@@ -141,6 +130,33 @@ def follow_constraints(
         except ConstraintFailed as failure:
             problems[r] = f"the output cannot be constrained any further: {failure}"
     return allowed, problems
+
+
+def _kernels(device: torch.device) -> Native | None:
+    return native()[0] if device.type == "cpu" else None
+
+
+def mask_rows(logits: Tensor, allowed: Mapping[int, Words]) -> None:
+    """Leaves those tokens to the rows of [R, V], in place."""
+    device = logits.device
+    if (kernels := _kernels(device)) is not None:
+        kernels.mask_rows(logits, allowed)
+        return
+    words = upload(np.stack(list(allowed.values())), device).unsqueeze(-1)  # [C, W, 1]
+    bits = (words >> torch.arange(32, dtype=torch.int32, device=device)) & 1
+    is_ruled_out = bits.flatten(1)[:, : logits.shape[1]] == 0
+    index = upload(list(allowed), device, np.int64)
+    logits[index] = logits[index].masked_fill_(is_ruled_out, -torch.inf)
+
+
+def most_likely(logits: Tensor, allowed: Mapping[int, Words]) -> Tensor:
+    """The first of the largest of each row of [R, V], in those named of these tokens, which takes a kernel: int64 [R].
+    On the CPU, numpy is six times as fast at it as torch."""
+    kernels = _kernels(logits.device)
+    if allowed:
+        assert kernels is not None, "masks are applied to a copy where no kernel reads them"
+        return kernels.largest_kept(logits, allowed)
+    return torch.from_numpy(logits.numpy().argmax(-1)) if logits.device.type == "cpu" else logits.argmax(-1)
 
 
 def can_do_without(stops: Sequence[int], allowed: Words) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import Protocol
 
@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from engine.copies import upload
+from engine.sampling.constraint import Words
 from engine.sampling.params import SampledToken, SampleRow, SamplingParams
 from engine.sampling.rng import gumbel, row_keys
-from engine.sampling.rules import LogitRules
+from engine.sampling.rules import LogitRules, mask_rows, most_likely
 from engine.sampling.samples import Logprobs, Samples
 from engine.triton.target import obstacle
 
@@ -109,7 +110,7 @@ class TorchChooser:
 
     def launch(self, logits: Tensor, rows: Sequence[SampleRow]) -> Samples:
         plan = self._plan_of([row.params for row in rows])
-        token_ids = plan.choose(plan.rules.apply(logits, rows), rows)  # [R]
+        token_ids = plan.choose(*plan.rules.apply(logits, rows), rows)  # [R]
         logprobs = plan.logprobs(token_ids, logits) if plan.logprob_rows else None
         wanted = [(r, rows[r].params.top_logprobs or 0) for r in plan.logprob_rows]
         return Samples(token_ids, wanted, logprobs, plan.rules.problems)
@@ -146,19 +147,23 @@ class _Plan:
     def is_for(self, batch: list[SamplingParams]) -> bool:
         return len(self.batch) == len(batch) and all(map(is_, self.batch, batch))
 
-    def choose(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-        """Token ids, int64 [R]."""
+    def choose(self, logits: Tensor, kept: Mapping[int, Words], rows: Sequence[SampleRow]) -> Tensor:
+        """Token ids, int64 [R], in some rows among those that are kept."""
         if not self._sampling_rows:
-            return _most_likely(logits)
+            return most_likely(logits, kept)
         if len(self._sampling_rows) == len(rows):
-            return self._draw(logits, rows)
-        drawn = self._draw(logits[self._sampling_index], [rows[r] for r in self._sampling_rows])
-        return _most_likely(logits).index_copy_(0, self._sampling_index, drawn)
+            return self._draw(logits, kept, rows)
+        kept_of_drawn = {s: kept[r] for s, r in enumerate(self._sampling_rows) if r in kept}
+        drawn = self._draw(logits[self._sampling_index], kept_of_drawn, [rows[r] for r in self._sampling_rows])
+        return most_likely(logits, kept).index_copy_(0, self._sampling_index, drawn)
 
-    def _draw(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    def _draw(self, logits: Tensor, kept: Mapping[int, Words], rows: Sequence[SampleRow]) -> Tensor:
         """Gumbel-max over [S, V]. Subtracting the maximum first keeps the smallest temperature from overflowing."""
         keys = row_keys(self._seeds, [r.sequence_index for r in rows], [r.position for r in rows])
-        tempered = (logits - logits.amax(-1, keepdim=True)).div_(self._temperature)
+        best = logits.gather(1, most_likely(logits, kept).unsqueeze(1)) if kept else logits.amax(-1, keepdim=True)
+        tempered = (logits - best).div_(self._temperature)
+        if kept:
+            mask_rows(tempered, kept)
         scores = gumbel(upload(keys, self.device, np.int32), self._token_ids).add_(tempered)
         return scores.argmax(-1) if self._filter is None else self._filter.choose(tempered, scores)
 
@@ -169,11 +174,6 @@ class _Plan:
         ranks = (logprobs > own).sum(-1) + 1
         top = logprobs.topk(self._num_top, dim=-1)
         return Logprobs(own[:, 0], ranks, top.indices, top.values)
-
-
-def _most_likely(logits: Tensor) -> Tensor:
-    """int64 [R]; on the CPU by numpy, which is six times as fast at it as torch."""
-    return torch.from_numpy(logits.numpy().argmax(-1)) if logits.device.type == "cpu" else logits.argmax(-1)
 
 
 class _Filter:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from threading import Thread
 from typing import Any
 from unittest.mock import Mock
@@ -140,6 +141,7 @@ class Bench:
         """A constraint under which everything may follow."""
         followed = Mock()
         followed.process.mask.return_value = memoryview(bytes(4))
+        followed.process.flush.side_effect = partial(self.noted.calls.append, "ask")
         done(Constraint(followed))
 
     def admit(self, name: str, num_prompt_tokens: int = 3, most: int = 4, **options: Any) -> worker_pb2.RequestKey:

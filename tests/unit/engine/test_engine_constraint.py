@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from cluster.grammar import GrammarLimits
 from engine.sampling.constraint import MAX_GRAMMARS, MOST_FAULTS, Constrainer, Constraint, ConstraintFailed, Words
 from engine.sampling.params import SampleRow, SamplingParams
-from engine.sampling.rules import LogitRules
+from engine.sampling.rules import LogitRules, mask_rows
 from engine.sampling.sampler import Sampler
 
 VOCAB, EOS = 1024, 0
@@ -259,13 +259,48 @@ def test_masks_by_the_kernel_are_those_by_torch(monkeypatch: pytest.MonkeyPatch,
     fixed: Any = Fixed()
     free, held = SamplingParams(), SamplingParams(constraint=fixed)
     rows = [row(free, []), *(row(held, [], index) for index in range(3)), row(free, [])]
-    by_kernel = LogitRules([each.params for each in rows], vocab_size, logits.device).apply(logits, rows)
+    by_kernel = logits.clone()
+    mask_rows(by_kernel, dict(enumerate(words, start=1)))
     monkeypatch.setattr("engine.sampling.rules.native", lambda: (None, "not wanted"))
-    by_torch = LogitRules([each.params for each in rows], vocab_size, logits.device).apply(logits, rows)
-    assert torch.equal(by_kernel, by_torch)
+    by_torch, left = LogitRules([each.params for each in rows], vocab_size, logits.device).apply(logits, rows)
+    assert torch.equal(by_kernel, by_torch) and not left
     bits = np.unpackbits(words.view(np.uint8), axis=1, count=vocab_size, bitorder="little").view(np.bool_)
     assert torch.equal(by_torch[1:4] == -torch.inf, ~torch.from_numpy(bits))
     assert torch.equal(by_torch[[0, 4]], logits[[0, 4]]) and torch.equal(by_torch[1], logits[1])
+
+
+@pytest.mark.parametrize("vocab_size", [64, 1000, 32_769])
+@pytest.mark.parametrize("temperatures", [(0.0,) * 6, (1.0,) * 6, (0.0, 0.7, 0.0, 1.5, 1e-6, 0.0)])
+def test_tokens_are_the_same_whether_or_not_kernels_read_the_masks(
+    monkeypatch: pytest.MonkeyPatch, vocab_size: int, temperatures: tuple[float, ...]
+) -> None:
+    """With ties, masks that keep everything or the last token alone, and a row without one; logits stay as they are."""
+    random = np.random.default_rng(vocab_size)
+    words = random.integers(-(1 << 31), 1 << 31, (5, -(-vocab_size // 32))).astype(np.int32)
+    words[0], words[1] = -1, 0
+    words.view(np.uint8)[1, (vocab_size - 1) // 8] = 1 << (vocab_size - 1) % 8
+    words[2, : len(words[2]) // 2] = 0
+    logits = torch.randint(-3, 4, (6, vocab_size), generator=torch.Generator().manual_seed(1)).float()
+    logits[3] = -torch.inf
+    logits[3, vocab_size // 2] = 0
+    words[3, vocab_size // 2 // 32] = -1
+    raw = logits.clone()
+
+    class Fixed:
+        def allowed(self, index: int, *_: object) -> Words:
+            return words[index]
+
+    fixed: Any = Fixed()
+    params = [
+        SamplingParams(temperature=t, seed=r, top_p=0.9 if r == 4 else 1.0, constraint=fixed if r < 5 else None)
+        for r, t in enumerate(temperatures)
+    ]
+    rows = [row(each, [], index) for index, each in enumerate(params)]
+    by_kernel = [token.token_id for token in Sampler(vocab_size).sample(logits, rows)]
+    assert torch.equal(logits, raw)
+    monkeypatch.setattr("engine.sampling.rules.native", lambda: (None, "not wanted"))
+    assert by_kernel == [token.token_id for token in Sampler(vocab_size).sample(logits, rows)]
+    assert by_kernel[1] == vocab_size - 1
 
 
 def test_one_grammar_that_compiles_long_holds_up_no_other() -> None:

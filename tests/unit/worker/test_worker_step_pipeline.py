@@ -118,6 +118,17 @@ def test_a_step_waits_where_the_host_has_a_say(options: dict[str, Any], num_firs
     assert bench.router.tokens("a") == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_masks_are_asked_for_beside_the_step(overlaps: bool) -> None:
+    """Behind its launch where a device is at it, before it where this thread would be."""
+    bench = Bench(overlaps=overlaps)
+    bench.admit("a", most=2, grammar="any")
+    bench.run()
+    begun = [["launch 1", "ask"], ["launch 2", "ask"]]
+    begun = begun if overlaps else [each[::-1] for each in begun]
+    assert bench.noted.calls == [*begun[0], "sample 1", "read 1", *begun[1], "sample 2", "read 2"]
+
+
 def test_a_step_waits_for_blocks_that_only_a_preemption_gives() -> None:
     """Nobody is preempted for what the step under way gives back."""
     bench = Bench(num_blocks=5)
