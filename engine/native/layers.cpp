@@ -37,39 +37,45 @@ void rotate_and_store(T* qkv, const T* head_norm, float eps, const T* cos, const
 // Words have a bit for each output, the lowest first; those whose bit is not set become `nothing`, row by row.
 void mask_row(float* row, const uint32_t* words, int64_t width, float nothing) {
   for (int64_t at = 0; at < width; at += 32) {
-    const uint32_t word = words[at / 32];
+    const uint32_t word = words[at / 32];  // whether all are set is as likely as not: no branch
     const int64_t end = at + 32 < width ? 32 : width - at;
-    if (word == 0xffffffffu) continue;
     for (int64_t i = 0; i < end; ++i) row[at + i] = (word >> i) & 1 ? row[at + i] : nothing;
   }
 }
 
-// The first of the largest numbers in a row among those that its words, as above, have a bit for; the first number where
-// there is none. Without words, among all.
+// The first of the largest numbers in a row among those that its words, as above, have a bit for; of all, without words
+// or where they have none.
 int64_t largest_kept(const float* row, const uint32_t* words, int64_t width, float nothing) {
+  constexpr int64_t kChunk = 2048;
   float best = nothing;
-  int64_t best_at = -1;
-  for (int64_t at = 0; at < width; at += 32) {
-    const uint32_t word = words ? words[at / 32] : 0xffffffffu;
-    if (!word) continue;
-    if (best_at < 0) best_at = at;
-    const int64_t end = at + 32 < width ? 32 : width - at;
-    float largest = nothing;
-    if (word == 0xffffffffu && end == 32) {
-      for (int64_t i = 0; i < 32; ++i) largest = row[at + i] > largest ? row[at + i] : largest;
-    } else {
-      for (int64_t i = 0; i < end; ++i) {
-        const float value = (word >> i) & 1 ? row[at + i] : nothing;
-        largest = value > largest ? value : largest;
+  int64_t best_chunk = 0;
+  const auto word_at = [&](int64_t at) { return words ? words[at / 32] : 0xffffffffu; };
+  for (int64_t chunk = 0; chunk < width; chunk += kChunk) {
+    alignas(64) float lanes[32];
+    for (float& lane : lanes) lane = nothing;
+    int64_t at = chunk;
+    for (const int64_t end = std::min(chunk + kChunk, width); at + 32 <= end; at += 32) {
+      const uint32_t word = word_at(at);
+      if (!word) continue;
+#pragma omp simd
+      for (int64_t i = 0; i < 32; ++i) {
+        const float value = row[at + i], kept = (word >> i) & 1 ? value : nothing;
+        lanes[i] = kept > lanes[i] ? kept : lanes[i];
       }
     }
-    if (largest > best) best = largest, best_at = at;
+    if (at < chunk + kChunk)
+      for (int64_t i = 0; at + i < width; ++i)
+        if ((word_at(at) >> i) & 1) lanes[i] = std::max(lanes[i], row[at + i]);
+    const float largest = *std::max_element(lanes, lanes + 32);
+    if (largest > best) best = largest, best_chunk = chunk;
   }
-  if (best_at < 0) return 0;
-  const uint32_t word = words ? words[best_at / 32] : 0xffffffffu;
-  for (int64_t at = best_at; at < best_at + 32 && at < width; ++at)
-    if ((word >> (at - best_at)) & 1 && row[at] >= best) return at;
-  return best_at;
+  int64_t first = -1;
+  for (int64_t at = best_chunk; at < width; ++at) {
+    if (!((word_at(at) >> (at % 32)) & 1)) continue;
+    if (row[at] >= best) return at;
+    if (first < 0) first = at;
+  }
+  return std::max(first, int64_t{0});
 }
 
 }  // namespace
