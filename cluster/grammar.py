@@ -39,6 +39,8 @@ from cluster.grammar_protocol import (
     slot_bytes,
 )
 
+MOST_WAITING = 10
+
 
 class GrammarFailed(ValueError):
     """The grammar cannot be compiled or followed; the fault is its own."""
@@ -57,6 +59,7 @@ class GrammarLimits:
     """Limits of the process of one grammar."""
 
     compile_s: float = 2.0
+    """Processor time to compile; it may take `MOST_WAITING` times as long beside other work."""
     follow_s: float = 1.0
     """Time for one mask."""
     memory_bytes: int = 256 << 20
@@ -157,13 +160,14 @@ class GrammarProcess:
     def compile(self, text: str, kind: str) -> None:
         """Raises GrammarFailed or GrammarLost."""
         name, limits = kind.encode(), self._limits
-        head = COMPILE.pack(limits.memory_bytes, limits.niceness, len(name))
-        self._data.settimeout(limits.compile_s)
+        head = COMPILE.pack(limits.memory_bytes, limits.compile_s, limits.niceness, len(name))
+        most_s = MOST_WAITING * limits.compile_s
+        self._data.settimeout(most_s)
         try:
             send_frame(self._data, head + name + text.encode())
             reply = receive_frame(self._data)
         except TimeoutError:
-            raise GrammarTooSlow(f"it takes more than {limits.compile_s:g} s to compile; simplify it") from None
+            raise GrammarTooSlow(f"it takes more than {most_s:g} s to compile on a busy machine; simplify it") from None
         except (OSError, EOFError):
             raise self._end("compiling") from None
         status, self.pid = COMPILED.unpack_from(reply)
@@ -280,6 +284,8 @@ class GrammarProcess:
         if code in (OUT_OF_MEMORY, -signal.SIGABRT):
             mib = self._limits.memory_bytes >> 20
             return GrammarFailed(f"{doing} it takes more than {mib} MiB of memory; simplify it")
+        if code == -signal.SIGPROF:
+            return GrammarTooSlow(f"it takes more than {self._limits.compile_s:g} s to compile; simplify it")
         if code in (0, -signal.SIGKILL, -signal.SIGTERM):
             return GrammarLost("the process of the grammar was ended")
         name = signal.Signals(-code).name if code < 0 else f"exit code {code}"

@@ -234,18 +234,20 @@ def follow(
 ) -> None:
     """Compiles one grammar and answers what may follow tokens until the sockets close."""
     frame = receive_frame(data)
-    memory_bytes, niceness, kind_bytes = COMPILE.unpack_from(frame)
+    memory_bytes, compile_s, niceness, kind_bytes = COMPILE.unpack_from(frame)
     os.nice(niceness)
     kind, text = (part.decode() for part in (frame[COMPILE.size :][:kind_bytes], frame[COMPILE.size + kind_bytes :]))
     memory = mmap.mmap(memory_fd, 0)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     size_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
     resource.setrlimit(resource.RLIMIT_AS, (size_bytes + memory_bytes,) * 2)
+    signal.setitimer(signal.ITIMER_PROF, compile_s)  # whose signal ends this process: how busy the machine is must not
     try:
         grammar = text if kind == "grammar" else _grammar_of(kind, text)
         start = LLMatcher(vocabulary, grammar, log_level=0, limits=_LIMITS)
         if start.is_error():
             raise ValueError(start.get_error())
+        signal.setitimer(signal.ITIMER_PROF, 0)
     except (ValueError, RecursionError) as error:
         send_frame(data, COMPILED.pack(BAD, os.getpid()) + str(error).encode(errors="replace"))
         return

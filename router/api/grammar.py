@@ -150,7 +150,8 @@ class Grammars:
             loop = asyncio.get_running_loop()
             elapsed_s, outcome = await loop.run_in_executor(self._threads, self._try, kind, text)
             if bucket is not None:
-                bucket.take(1000 * elapsed_s, self._clock())
+                most_s = self._processes.limits.compile_s  # what is longer, it has waited beside other work
+                bucket.take(1000 * min(elapsed_s, most_s), self._clock())
         if isinstance(outcome, InternalError):
             raise outcome
         return outcome

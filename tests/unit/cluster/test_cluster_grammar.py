@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from threading import Timer
 
 import pytest
 from cluster_fixture import BUNDLED_MODEL
@@ -66,6 +67,19 @@ def test_a_grammar_that_takes_too_long_is_ended_at_its_budget_and_holds_up_no_ot
             processes.compile(SLOW, "regex")
         assert time.monotonic() - began < 5
         assert processes.num_live() == 0
+
+
+def test_a_grammar_may_compile_for_longer_on_a_machine_that_is_busy() -> None:
+    """The process stands still for as long as it may compute."""
+    with contextlib.closing(new_processes(compile_s=0.5)) as processes:
+        first = processes.compile("ab", "regex")
+        os.kill(first.forker_pid, signal.SIGSTOP)
+        timer = Timer(1.0, os.kill, (first.forker_pid, signal.SIGCONT))
+        timer.start()
+        began = time.monotonic()
+        assert mask(processes.compile("ab", "regex")) == mask(first)
+        timer.join()
+        assert time.monotonic() - began > 0.5
 
 
 def test_a_grammar_that_takes_too_much_memory_is_named() -> None:
