@@ -2,13 +2,16 @@
 
 Running sequences each get their next token; one whose tokens are not all computed (preempted earlier, or prefilled
 here) gets a chunk of them from what the budget leaves. When a sequence needs a block and none is free, the
-youngest running one is preempted: its blocks return and it is computed again, before any newcomer. The oldest always
-runs on, so something always ends. Owns the page copies that forks ask for; both pages stay referenced until copied.
+youngest one is preempted: its blocks return, stay findable while nobody takes them, and it goes on before any newcomer
+with what is found of them, in the pool or the tiers below it, where loading is quicker than computing. The oldest
+always runs on, so something always ends. Owns the page copies that forks ask for; both pages stay referenced until
+copied.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Sequence as Seq
 from itertools import chain
 
@@ -18,6 +21,7 @@ from engine.sequence import (
     Sequence,
     claim_blocks,
     cover_blocks,
+    keep_blocks,
     num_missing,
     release_blocks,
     take_arrived,
@@ -45,6 +49,8 @@ class DecodeScheduler:
         self.num_reserved_seqs = 0
         """Sequences promised a place when their hand-off ends."""
         self.num_preemptions = 0
+        self.resumed_tokens = Counter[str]()
+        """Of preempted sequences that have blocks again, by where their KV was found, or is computed again."""
 
     @property
     def num_waiting(self) -> int:
@@ -93,12 +99,13 @@ class DecodeScheduler:
         for sequence in lost:
             self.add(sequence)
         while self._waiting and self._num_places(self._waiting[0].fan_out) <= self._max_num_seqs:
-            if not claim_blocks(self._waiting[0], self._blocks):
+            if not self._claim(self._waiting[0]):
                 break
             sequence = self._waiting.pop(0)
             is_there = self._blocks.have_arrived(sequence.block_table) is not None
             (started if is_there else self._loading).append(sequence)
         for sequence in started:
+            sequence.num_preempted_tokens = 0
             self.join(sequence)
         return started
 
@@ -191,8 +198,27 @@ class DecodeScheduler:
         is_here = not blocks.has_windows or min(table[row : row + len(blocks.groups)], default=0) >= 0
         return not is_here and not cover_blocks(sequence, blocks)
 
+    def _claim(self, sequence: Sequence) -> bool:
+        """As `claim_blocks`, and counts where a preempted sequence finds what it had."""
+        before = self._blocks.hit_tokens.copy()
+        if not claim_blocks(sequence, self._blocks):
+            return False
+        if sequence.num_preempted_tokens:
+            found = self._blocks.hit_tokens - before
+            self.resumed_tokens.update(found)
+            self.resumed_tokens["computed"] += max(0, sequence.num_preempted_tokens - found.total())
+        return True
+
     def _preempt_youngest(self) -> Sequence:
-        victim = self._running.pop()
+        """Of those that run, and those whose blocks are on their way: what arrives stays cached."""
+        victim = max(chain(self._running[-1:], self._loading), key=_by_arrival)
+        if victim in self._loading:
+            self._loading.remove(victim)
+        else:
+            self._running.remove(victim)
+            victim.num_preempted_tokens = victim.num_computed_tokens
+            if not victim.request.use_prefix_cache:  # else they can be found
+                keep_blocks(victim, self._blocks, victim.num_computed_tokens)
         release_blocks(victim, self._blocks)
         self.add(victim)
         self.num_preemptions += 1

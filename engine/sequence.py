@@ -128,6 +128,8 @@ class Sequence:
     unread_row: int | None = None
     """Row of the step under way that its newest token is sampled from, where that token is still on the device; it is
     counted among the sequence's tokens, so that the step behind can be planned."""
+    num_preempted_tokens: int = 0
+    """Tokens that were computed when it was preempted; 0 since it has gone on."""
     num_scored_tokens: int = 0
     """Prompt tokens whose logprobs were reported, if wanted; each is reported once, however often it is computed."""
 
@@ -219,7 +221,8 @@ def claim_blocks(sequence: Sequence, blocks: BlockManager, *, is_landing: bool =
     num_tokens, size = sequence.num_tokens, blocks.block_size
     request = sequence.request
     cached: list[int] = []
-    if (request.use_prefix_cache or request.key.attempt > 1) and not sequence.must_score:
+    was_kept = request.use_prefix_cache or request.key.attempt > 1 or sequence.num_preempted_tokens > 0
+    if was_kept and not sequence.must_score:
         salt = request.cache_salt if request.use_prefix_cache else request.private_salt
         cached = blocks.match_prefix(sequence.tokens(0, num_tokens), salt, num_tokens if is_landing else 0)
     num_cached = len(cached) // len(blocks.groups) * size
@@ -300,7 +303,8 @@ def publish_blocks(sequence: Sequence, blocks: BlockManager, before: int) -> Non
 
 
 def keep_blocks(sequence: Sequence, blocks: BlockManager, num_tokens: int) -> int:
-    """Keeps the blocks of the first `num_tokens` tokens, whose KV is complete, for the request's next attempt.
+    """Keeps the blocks of the first `num_tokens` tokens, whose KV is complete, for the request's next attempt, or for
+    when it has been preempted.
 
     They stay in the prefix cache, under the private salt if the request bypasses it. Returns the tokens kept.
     """

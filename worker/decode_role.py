@@ -7,7 +7,7 @@ fetch none decodes: what lands is for the prefix cache.
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
@@ -59,12 +59,7 @@ class DecodeTask:
 class DecodeRole:
     """Decodes requests in one continuous batch."""
 
-    def __init__(
-        self,
-        reporter: Reporter,
-        blocks: BlockManager,
-        max_num_seqs: int,
-    ) -> None:
+    def __init__(self, reporter: Reporter, blocks: BlockManager, max_num_seqs: int) -> None:
         self._reporter = reporter
         self._arrivals = itertools.count()
         self._blocks = blocks
@@ -96,6 +91,11 @@ class DecodeRole:
     @property
     def num_preemptions(self) -> int:
         return self._scheduler.num_preemptions
+
+    @property
+    def resumed_tokens(self) -> Counter[str]:
+        """Of preempted sequences, by where they were found."""
+        return self._scheduler.resumed_tokens
 
     @property
     def running(self) -> Seq[Sequence]:

@@ -121,8 +121,16 @@ HIT_TOKENS = Metric(
     "below it, from which they were loaded. A preempted sequence counts again.",
     (("tier", HIT_TIERS),),
 )
+RESUMED_FROM = (*HIT_TIERS, "computed")
+RESUMED_TOKENS = Metric(
+    "baton_resumed_tokens_total",
+    "counter",
+    "Tokens that preempted sequences had computed, once they have blocks again, by where their KV was found: still in "
+    "the pool (device), or in a tier below it, from which it is loaded; computed: nowhere, or that is quicker.",
+    (("found", RESUMED_FROM),),
+)
 METRICS = (
-    *(*HANDOFF_METRICS, HANDOFFS, PAIRS, SLOTS, QUARANTINED, BLOCKS, PREEMPTIONS),
+    *(*HANDOFF_METRICS, HANDOFFS, PAIRS, SLOTS, QUARANTINED, BLOCKS, PREEMPTIONS, RESUMED_TOKENS),
     *(HIT_TOKENS, TIER_BLOCKS, TIER_EVENTS_TOTAL, TIER_BYTES, TIER_SECONDS),
 )
 
@@ -137,6 +145,8 @@ class HeldResources:
     blocks: Mapping[str, int]
     num_preemptions: int
     """Since the worker's start."""
+    resumed_tokens: Mapping[str, int]
+    """Of preempted sequences, by where they were found, since then."""
     hit_tokens: Mapping[str, int]
     """By tier, since then."""
     tier: TierUse | None = None
@@ -173,6 +183,7 @@ def held_by(core: Core) -> HeldResources:
         landing_slots=core.decode.count_slots() | {"quarantined": quarantined(is_sender=False)},
         blocks={"free": blocks.num_free, "held": blocks.num_held, "cached": blocks.num_cached},
         num_preemptions=core.decode.num_preemptions,
+        resumed_tokens={found: core.decode.resumed_tokens[found] for found in RESUMED_FROM},
         hit_tokens={tier: blocks.hit_tokens[tier] for tier in HIT_TIERS},
         tier=TierUse.of(core.tier),
     )
@@ -208,6 +219,7 @@ class HeldCollector(Collector):
         yield _gauge(SLOTS, sending + receiving)
         yield _gauge(BLOCKS, [((state,), held.blocks.get(state, 0)) for state in BLOCK_STATES])
         yield CounterMetricFamily(PREEMPTIONS.name, PREEMPTIONS.doc, value=held.num_preemptions)
+        yield _counter(RESUMED_TOKENS, [((found,), number) for found, number in held.resumed_tokens.items()])
         yield _counter(HIT_TOKENS, [((tier,), number) for tier, number in held.hit_tokens.items()])
         if held.tier is not None:
             yield from _tier_families(held.tier)

@@ -347,7 +347,9 @@ class TieredBlocks(RetainingBlocks):
             self._saving.pop(block, None)
             key = self._key_of(block)
             self.host.touch(key)
-            self.counts.unsaved += self.host.num_total > 0 and not self._is_below(key)
+            if self.host.num_total > 0 and not self._is_below(key):
+                self.counts.unsaved += 1
+                self._look_from[MoveKind.SAVE] = self._num_given  # a preempted sequence's end, say: its rest is next
         super()._evict(num_blocks)
 
     def _report_stored(self, digests: Collection[bytes]) -> None:

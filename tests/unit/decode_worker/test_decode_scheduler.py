@@ -8,8 +8,9 @@ from cluster.kv_groups import KvGroup
 from cluster.lifecycle import RequestKey
 from decode_worker.scheduler import DecodeScheduler
 from engine.kv.block_manager import BlockManager
+from engine.kv.tiered_blocks import TieredBlocks
 from engine.sampling.params import SamplingParams
-from engine.sequence import Request, Sequence, claim_blocks
+from engine.sequence import Request, Sequence, claim_blocks, settle_blocks
 from engine.step_budget import StepBudget
 from engine.step_input import table_of
 
@@ -151,3 +152,86 @@ def test_a_page_waits_to_be_copied_even_when_both_sequences_have_left() -> None:
     assert blocks.num_held == 2 and not scheduler.has_work
     scheduler.copied(copies)
     assert blocks.num_held == 0
+
+
+@pytest.fixture
+def tiered() -> TieredBlocks:
+    """A pool of 16 blocks of 4 tokens above 64 slots, in which nothing is copied down before somebody is preempted."""
+    return TieredBlocks(16, 4, num_slots=64, num_ahead=16)
+
+
+def computed(scheduler: DecodeScheduler, blocks: BlockManager, length: int, arrival: int, **more: bool) -> Sequence:
+    """As `running`, of other tokens than any other sequence, which can be found."""
+    prompt = tuple(range(100 * arrival, 100 * arrival + length))
+    sequence = Sequence(Request(RequestKey(f"r{arrival}", 1), prompt, SamplingParams(), **more), 0, arrival)
+    sequence.output_token_ids.append(1)
+    sequence.block_table = table_of(blocks.allocate(-(-length // blocks.block_size)))
+    sequence.num_computed_tokens = length
+    settle_blocks(sequence, blocks, 0)
+    scheduler.join(sequence)
+    return sequence
+
+
+def run(scheduler: DecodeScheduler, blocks: TieredBlocks, num_steps: int, *, fails: bool = False) -> None:
+    """Steps of at most 32 tokens; what is copied beside one is there when it ends."""
+    for _ in range(num_steps):
+        scheduler.admit()
+        scheduled, _ = scheduler.plan(StepBudget(32))
+        moves = blocks.take_moves()
+        for share in scheduled:
+            sequence, before = share.sequence, share.sequence.num_computed_tokens
+            sequence.num_computed_tokens += share.num_tokens
+            settle_blocks(sequence, blocks, before)
+            if not sequence.num_remaining:
+                sequence.output_token_ids.append(1 + len(sequence.output_token_ids))
+        for move in moves:
+            blocks.moved(move, "it fails" if fails and move.kind.is_up else "")
+        blocks.check()
+
+
+@pytest.mark.parametrize("uses_cache", [True, False])
+@pytest.mark.parametrize("is_quicker", [True, False])
+def test_a_preempted_sequence_is_loaded_where_that_is_quicker_and_else_computed(
+    is_quicker: bool, uses_cache: bool, tiered: TieredBlocks
+) -> None:
+    scheduler = DecodeScheduler(tiered, 8)
+    tiered.is_quicker = lambda num_moves, num_tokens, num_before: is_quicker
+    old, young = (computed(scheduler, tiered, 32, arrival, use_prefix_cache=uses_cache) for arrival in range(2))
+    run(scheduler, tiered, 32)
+    assert (scheduler.num_preemptions, scheduler.num_running) == (1, 1), "the old one has all blocks"
+    num_had = young.num_preempted_tokens
+    scheduler.remove(old)
+    run(scheduler, tiered, 3)
+    assert scheduler.num_running == 1 and young.num_remaining == 1 and not young.num_preempted_tokens
+    resumed = scheduler.resumed_tokens
+    assert resumed.total() == num_had >= 32 and resumed["host"] == tiered.counts.loaded * 4
+    assert (resumed["host"] >= 24) is is_quicker and (tiered.counts.declined > 0) is not is_quicker
+    scheduler.remove(young)
+    assert not tiered.num_held
+
+
+def test_a_preempted_sequence_whose_load_fails_is_computed(tiered: TieredBlocks) -> None:
+    scheduler = DecodeScheduler(tiered, 8)
+    old, young = (computed(scheduler, tiered, 32, arrival) for arrival in range(2))
+    run(scheduler, tiered, 32)
+    scheduler.remove(old)
+    run(scheduler, tiered, 4, fails=True)
+    assert tiered.counts.failed and young.num_remaining == 1 and scheduler.resumed_tokens["computed"] >= 24
+
+
+def test_one_whose_blocks_are_on_their_way_gives_way_to_an_older_one(tiered: TieredBlocks) -> None:
+    scheduler = DecodeScheduler(tiered, 8)
+    old, young = (computed(scheduler, tiered, 32, arrival) for arrival in range(2))
+    run(scheduler, tiered, 28)
+    taken = tiered.allocate(tiered.num_available - 1)
+    scheduler.remove(old)
+    other = computed(scheduler, tiered, 4, 0)
+    scheduler.admit()
+    assert scheduler.num_waiting == 1 and young.block_table, "it is being loaded"
+    more = tiered.allocate(tiered.num_available)
+    other.output_token_ids += [1] * 4
+    _, preempted = scheduler.plan(StepBudget(32))
+    assert preempted == [young] and other in scheduler.running and not young.block_table
+    tiered.release(taken + more)
+    run(scheduler, tiered, 4)
+    assert scheduler.num_running == 2 and young.num_remaining == 1

@@ -35,6 +35,7 @@ HELD = HeldResources(
     landing_slots={"free": 6, "posted": 2},
     blocks={"free": 10, "held": 5, "cached": 1},
     num_preemptions=7,
+    resumed_tokens={"device": 0, "host": 33, "disk": 0, "computed": 1},
     hit_tokens={"device": 640, "host": 32, "disk": 0},
     tier=TierUse(
         {("host", "free"): 3, ("host", "moving"): 1, ("host", "kept"): 9, ("disk", "kept"): 2},
@@ -335,6 +336,7 @@ def test_the_page_is_what_prometheus_parses_and_shows_what_is_held(
     assert found["baton_kv_quarantined_bytes",] == 4096
     assert [found["baton_kv_blocks", state] for state in ("free", "held", "cached")] == [10, 5, 1]
     assert found["baton_preemptions_total",] == 7
+    assert found["baton_resumed_tokens_total", "host"] == 33
     assert found["baton_kv_tier_blocks", "kept", "host"] == 9
     assert found["baton_kv_tier_events_total", "loaded"] == 8
     assert (found["baton_kv_tier_bytes_total", "load"], found["baton_kv_tier_seconds_total", "load"]) == (2048, 0.5)
