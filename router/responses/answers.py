@@ -65,6 +65,8 @@ class CustomCallItem(TypedDict):
     call_id: str
     name: str
     input: str
+    namespace: NotRequired[str]
+    """Of a tool that is in one."""
 
 
 OutputItem: TypeAlias = MessageItem | ReasoningItem | CallItem | CustomCallItem

@@ -52,16 +52,6 @@ class FunctionTool(Body):
     strict: bool | None = None
 
 
-class NamespaceTool(Body):
-    """Functions whose names hold within it."""
-
-    type: Literal["namespace"]
-    name: str
-    description: str | None = None
-    """Without effect: each of its functions has its own."""
-    tools: Annotated[Items[FunctionTool], at_most(MOST_TOOLS, "tools")]
-
-
 class CustomFormat(Body):
     """What the input of a custom tool must be: any text, or what a regular expression matches as a whole."""
 
@@ -90,19 +80,38 @@ class CustomTool(Body):
     defer_loading: Literal[False] | None = None
 
 
-class WebSearchTool(BaseModel):
-    """A tool that OpenAI runs by itself. Nothing runs it here, so the model is not told of it."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
-    type: Literal["web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"]
-
-
 def _tool_tag(found: Any) -> str:
     """Names the type of a tool in a way that is no name of a field, so that paths of errors leave it out."""
     kind = str(found.get("type") if isinstance(found, dict) else getattr(found, "type", None))
     if kind in ("namespace", "custom"):
         return f"<{kind}>"
     return "<search>" if kind.startswith("web_search") else "<function>"
+
+
+def _named_tool_tag(found: Any) -> str:
+    return "<custom>" if _tool_tag(found) == "<custom>" else "<function>"
+
+
+NamedTool = Annotated[
+    Annotated[FunctionTool, Tag("<function>")] | Annotated[CustomTool, Tag("<custom>")], Discriminator(_named_tool_tag)
+]
+
+
+class NamespaceTool(Body):
+    """Functions and custom tools whose names hold within it."""
+
+    type: Literal["namespace"]
+    name: str
+    description: str | None = None
+    """Without effect: each of its tools has its own."""
+    tools: Annotated[Items[NamedTool], at_most(MOST_TOOLS, "tools")]
+
+
+class WebSearchTool(BaseModel):
+    """A tool that OpenAI runs by itself. Nothing runs it here, so the model is not told of it."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+    type: Literal["web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"]
 
 
 Tool = Annotated[

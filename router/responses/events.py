@@ -136,6 +136,8 @@ class _OpenItem:
                 "name": self.name,
                 "input": self.text,
             }
+            if self.namespace:
+                custom["namespace"] = self.namespace
             return custom
         if self.kind == "message":
             message: MessageItem = {
@@ -173,13 +175,10 @@ class ResponseEvents:
         self.answer = answer
         self._name_tokens = name_tokens
         self._encodes_reasoning = encodes_reasoning
-        self._namespaces = {
-            name_in(space["name"], tool["name"]): (space["name"], tool["name"])
-            for space in answer["tools"]
-            for tool in space.get("tools", ())
-        }
-        """By the name of a function that is in one: it, and the function's name there."""
-        self._customs = {tool["name"] for tool in answer["tools"] if tool["type"] == "custom"}
+        named = [("", tool) for tool in answer["tools"] if tool["type"] != "namespace"]
+        named += [(space["name"], tool) for space in answer["tools"] for tool in space.get("tools", ())]
+        self._tools = {name_in(space, tool["name"]): (space, tool["name"], tool["type"]) for space, tool in named}
+        """By the name that the model knows: the namespace or nothing, the name there, and its type."""
         self._told = told or ToldEvents()
         self._num_events = self._told.num_events
         self._position = self._num_here = 0
@@ -285,7 +284,8 @@ class ResponseEvents:
             return
         if self._open is None or self._open.call_index != piece.index:
             self._close("completed")
-            self._begin("custom_tool_call" if piece.name in self._customs else "function_call", piece)
+            *_, kind = self._tools.get(piece.name, ("function",))
+            self._begin("custom_tool_call" if kind == "custom" else "function_call", piece)
             self._advance("", 1)
         item = self._open
         assert item is not None
@@ -310,7 +310,7 @@ class ResponseEvents:
         if call is not None:
             item.call_index, item.call_id = call.index, call.id
             item.input = InputReader() if kind == "custom_tool_call" else None
-            item.namespace, item.name = self._namespaces.get(call.name, ("", call.name))
+            item.namespace, item.name, _ = self._tools.get(call.name, ("", call.name, ""))
         self._tell("response.output_item.added", output_index=index, item=item.item("in_progress"))
         if not item.is_call:
             self._piece(item, "response.content_part.added", content_index=0, part=item.part)

@@ -45,7 +45,7 @@ _KNOWN: dict[str, tuple[str, ...]] = {
     "message": ("role", "content", "phase"),
     "function_call": ("call_id", "name", "arguments", "namespace"),
     "function_call_output": ("call_id", "output", "name"),
-    "custom_tool_call": ("call_id", "name", "input"),
+    "custom_tool_call": ("call_id", "name", "input", "namespace"),
     "custom_tool_call_output": ("call_id", "output", "name"),
     "reasoning": ("summary", "content", "encrypted_content"),
 }
@@ -85,8 +85,8 @@ def is_reference(item: Mapping[str, Any]) -> bool:
 
 
 def name_in(namespace: str, name: str) -> str:
-    """The name by which the model knows a function of a namespace."""
-    return f"{namespace}__{name}"
+    """The name by which the model knows a tool of a namespace, or of none."""
+    return f"{namespace}__{name}" if namespace else name
 
 
 def encode_reasoning(text: str) -> str:
@@ -170,34 +170,32 @@ def _texts(content: object, field: str, wrong: Violations) -> list[str]:
 
 
 def _call(item: Item, field: str, called: set[str], wrong: Violations) -> Item:
-    call_id, name = _named_call(item, field, called, wrong)
-    arguments, namespace = item.get("arguments"), item.get("namespace")
+    call, arguments = _named_call(item, field, called, wrong), item.get("arguments")
     if not _is_object(arguments):
         wrong.add(f"{field}.arguments", "must be the text of a JSON object")
-    if namespace is not None and not isinstance(namespace, str):
-        wrong.add(f"{field}.namespace", "must be the name of a namespace among the tools")
-    call = {"status": "completed", "call_id": call_id, "name": name, "arguments": arguments}
-    return call | ({"namespace": namespace} if namespace else {})
+    return call | {"arguments": arguments}
 
 
 def _custom_call(item: Item, field: str, called: set[str], wrong: Violations) -> Item:
-    call_id, name = _named_call(item, field, called, wrong)
-    text = item.get("input")
+    call, text = _named_call(item, field, called, wrong), item.get("input")
     if not isinstance(text, str):
         wrong.add(f"{field}.input", "must be the text that the tool was called with")
-    return {"status": "completed", "call_id": call_id, "name": name, "input": text}
+    return call | {"input": text}
 
 
-def _named_call(item: Item, field: str, called: set[str], wrong: Violations) -> tuple[object, object]:
-    """The id of a call, and the tool's name."""
-    call_id, name = item.get("call_id"), item.get("name")
+def _named_call(item: Item, field: str, called: set[str], wrong: Violations) -> Item:
+    """A call without what the tool was called with."""
+    call_id, name, namespace = (item.get(each) for each in ("call_id", "name", "namespace"))
     if not isinstance(call_id, str) or not call_id:
         wrong.add(f"{field}.call_id", "must be the id of the call")
     else:
         called.add(call_id)
     if not isinstance(name, str) or not name:
         wrong.add(f"{field}.name", "must be the name of a function")
-    return call_id, name
+    if namespace is not None and not isinstance(namespace, str):
+        wrong.add(f"{field}.namespace", "must be the name of a namespace among the tools")
+    call = {"status": "completed", "call_id": call_id, "name": name}
+    return call | ({"namespace": namespace} if namespace else {})
 
 
 def _is_object(text: object) -> bool:
@@ -280,7 +278,7 @@ def _begins_a_message(item: Item, turn: Mapping[str, Any]) -> bool:
 
 def _add_to_turn(turn: dict[str, Any], item: Item) -> None:
     if item["type"] in CALLS:
-        name = name_in(item["namespace"], item["name"]) if "namespace" in item else item["name"]
+        name = name_in(item.get("namespace", ""), item["name"])
         is_custom = item["type"] == "custom_tool_call"
         function = {"name": name, "arguments": arguments_of(item["input"]) if is_custom else item["arguments"]}
         turn.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})

@@ -14,7 +14,7 @@ from http_door import sdk, serving
 from hypothesis import given
 from hypothesis import strategies as st
 from router_harness import ids
-from test_responses_api import TEMPLATE, body, checked, events_of
+from test_responses_api import TEMPLATE, WEATHER, body, checked, events_of
 from test_responses_events import call, cut, head, run, stream
 
 from router.responses.answers import Event, ToldEvents
@@ -120,3 +120,39 @@ async def test_a_regular_expression_holds_for_the_input_and_another_grammar_is_r
             assert refused.status_code == 400 and "tools[0]" in error["message"] and why in error["message"], error
         lone = await http.post(PATH, json=body([{"type": "custom_tool_call_output", "call_id": "x", "output": "y"}]))
         assert lone.status_code == 400 and lone.json()["error"]["param"] == "input[0].call_id"
+
+
+@pytest.mark.asyncio
+async def test_a_custom_tool_in_a_namespace_is_told_with_it_and_read_back(tmp_path: Path) -> None:
+    """As the model knows it, beside a function and a custom tool of the same name outside."""
+    called = json.dumps({"name": "code__apply_patch", "arguments": {"input": TEXT}}, ensure_ascii=False)
+    workers = pair(lambda _: [ids(f"<tool_call>\n{called}\n</tool_call>")], STOP)
+    regex = {"type": "grammar", "syntax": "regex", "definition": "(?s:.)+"}
+    space = {"type": "namespace", "name": "code", "description": "d", "tools": [PATCH | {"format": regex}, WEATHER]}
+    async with serving(tmp_path, workers, chat_template=TEMPLATE) as (router, http):
+        asked = body("hi", tools=[PATCH, space])
+        first = checked(await http.post(PATH, json=asked))
+        (item,) = first["output"]
+        assert (item["type"], item["namespace"], item["name"]) == ("custom_tool_call", "code", "apply_patch")
+        assert item["input"] == TEXT and first["tools"][1]["tools"][0] == PATCH | {"format": regex}
+        events = events_of((await http.post(PATH, json=asked | {"stream": True})).text)
+        assert [each["item"]["namespace"] for each in events if "output_item" in each["type"]] == ["code", "code"]
+        output = {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "done"}
+        going_on = [{"role": "user", "content": "hi"}, item, output]
+        assert checked(await http.post(PATH, json=body(going_on, tools=[PATCH, space])))
+        alone = list(workers[1].admits[-1].prompt_token_ids)
+        assert checked(
+            await http.post(PATH, json=body([output], tools=[PATCH, space], previous_response_id=first["id"]))
+        )
+        assert alone == list(workers[1].admits[-1].prompt_token_ids)
+        async with sdk(router) as client:
+            stated: Any = await client.responses.create(**asked)
+            assert (stated.output[0].namespace, stated.output[0].input) == ("code", TEXT)
+        for wrong, param in (
+            ({"format": {**regex, "syntax": "lark"}}, "tools[0].tools[1].format"),
+            ({"type": "namespace"}, "tools[0].tools[1].type"),
+            ({"type": "shell"}, "tools[0].tools[1].type"),
+        ):
+            bad = space | {"tools": [WEATHER, PATCH | wrong]}
+            refused = await http.post(PATH, json=body("hi", tools=[bad]))
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == param, refused.text
