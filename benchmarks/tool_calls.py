@@ -8,7 +8,7 @@ names up to four tools with random schemas and must call them, or one of them, a
 then read again as a whole, as a stream that broke would be; one in eight, and with `--anew` each, is generated twice
 with one seed, streamed and whole. Each call that ends must name a tool that is there, and its arguments must fit its
 schema (jsonschema); what the length limit cuts off must be no call of a whole answer, and no whole one of a stream;
-what was streamed must be the whole answer. Exits 1 where something was not so.
+what was streamed must be the whole answer. How far it is goes to stderr. Exits 1 where something was not so.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from router.tool_calls.registry import TOOL_FORMATS
 
 MODEL = ROOT / "models" / "tiny-shakespeare"
 TEMPERATURE, MAX_TOKENS, AT_ONCE, TIMEOUT_S = 1.5, 256, 24, 600.0
-_SHOWN, _ONE_ANEW = 5, 8
+_SHOWN, _ONE_ANEW, _TOLD_EVERY = 5, 8, 100
 _TEMPLATE = """{{# {marks} #}}{{% for m in messages %}}{{{{ m.role }}}}: {{{{ m.content }}}}
 {{% endfor %}}{{% if tools %}}{{{{ tools | length }}}} tools{{% endif %}}
 JULIET:
@@ -182,8 +182,10 @@ class Trial:
         async with rpc.create_channel(self._address) as channel:
             stub, may_run = generation_pb2_grpc.GenerationServiceStub(channel), asyncio.Semaphore(AT_ONCE)
             async with asyncio.TaskGroup() as group:
-                for _ in range(requests):
+                for begun in range(requests):
                     await may_run.acquire()
+                    if begun % _TOLD_EVERY == 0:
+                        print(f"{begun} of {requests} begun: {_told(self.counts)}", file=sys.stderr, flush=True)
                     task = group.create_task(self._one(stub))
                     task.add_done_callback(lambda _: may_run.release())
 
