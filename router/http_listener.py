@@ -202,7 +202,7 @@ class _Listener(socket.socket):
 
     def __init__(self, family: int, limits: ConnectionLimits, refusal: bytes) -> None:
         """`refusal` is written to a connection before it is closed."""
-        super().__init__(family, socket.SOCK_STREAM)
+        super().__init__(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio sends at once where that is named
         self._limits = limits
         self._refusal = refusal
         self._num_open = 0

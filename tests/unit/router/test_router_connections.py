@@ -283,3 +283,19 @@ async def test_a_connection_for_which_no_file_is_left_waits_and_is_looked_at_onc
             async with asyncio.timeout(WAIT_S):
                 answer = await loop.sock_recv(client, 1024)
             assert answer.startswith(b"HTTP/1.1 200 ")
+
+
+async def test_what_is_written_to_a_client_is_sent_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without, an answer's body, and every event of a stream, waits up to 40 ms until the client says that it has read
+    what came before."""
+    options: list[int] = []
+    made = http_listener._Connection.connection_made
+
+    def noted(connection: http_listener._Connection, transport: asyncio.Transport) -> None:
+        made(connection, transport)
+        options.append(transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+
+    monkeypatch.setattr(http_listener._Connection, "connection_made", noted)
+    async with serving(tmp_path, pair(lambda _: [ids("yes!")])) as (_, http):
+        assert (await http.get("/healthz")).status_code == 200
+    assert options and all(options)
