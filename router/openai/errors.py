@@ -125,8 +125,11 @@ def timing_headers(timing: Mapping[str, object]) -> dict[str, str]:
 
 
 def rename(text: str, names: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Gives fields of a GenerationSpec the names that they have in a body."""
-    return _PATH.sub(lambda found: _name(found[1], {**_FIELDS, **names}), text)
+    """Gives fields of a GenerationSpec the names that they have in a body. Those of a name with an index are these."""
+    text = _PATH.sub(lambda found: _name(found[1], {**_FIELDS, **names}), text)
+    for known, name in names.items():
+        text = text.replace(known, name) if "[" in known else text
+    return text
 
 
 def _name(path: str, names: Mapping[str, str]) -> str:

@@ -312,6 +312,8 @@ def _violation(error: dict[str, Any]) -> FieldViolation:
     if error["type"] in _BOUNDS:
         words, bound = _BOUNDS[error["type"]]
         return FieldViolation(name, f"must be {words} {error['ctx'][bound]} (got {shown(error['input'])})")
+    if error["type"] in ("dict_type", "model_type", "model_attributes_type"):
+        return FieldViolation(name, "must be an object")
     return FieldViolation(name, str(error["msg"]).removeprefix("Input "))
 
 

@@ -70,6 +70,16 @@ NAMES: Mapping[str, str] = {
 """This client's names for fields of the .proto, as `router.openai.errors.failure_of` takes them."""
 
 
+def names_of(body: ResponseBody) -> Mapping[str, str]:
+    """NAMES, and where the tools of this body are, of which the model is told as one list of functions."""
+    places: list[str] = []
+    for index, tool in enumerate(body.tools or ()):
+        own = f"tools[{index}]"
+        is_space = isinstance(tool, NamespaceTool)
+        places += [f"{own}.tools[{each}]" if is_space else own for each in range(len(_functions(tool)))]
+    return {**NAMES, **{f"tools[{index}].function": place for index, place in enumerate(places)}}
+
+
 GetModel = Callable[[pb.GetModelRequest, Call], Coroutine[Any, Any, pb.GetModelResponse]]
 Tokenize = Callable[[pb.TokenizeRequest, Call], Coroutine[Any, Any, pb.TokenizeResponse]]
 

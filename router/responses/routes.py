@@ -43,7 +43,7 @@ from router.openai.http import (
 from router.responses.answers import DeletedResponse, Event, ItemPage, ResponseAnswer, StreamedEvent, ToldEvents
 from router.responses.background import BackgroundRuns
 from router.responses.bodies import ItemsQuery, ResponseBody, ResponseQuery
-from router.responses.call import NAMES, ResponseCall, ResponseReader
+from router.responses.call import NAMES, ResponseCall, ResponseReader, names_of
 from router.responses.events import ResponsePosition
 from router.responses.store import KeptResponse, ResponseStore
 
@@ -117,6 +117,7 @@ class ResponseRoutes:
     async def _create(self, request: Request) -> Answer:
         self._reception.check(request)
         body = await self._reception.read(request, lambda data: parse(data, ResponseBody))
+        request.state.names = names_of(body)
         call = self._reception.call(request)  # the key may have been revoked meanwhile
         request_id: str = request.state.request_id
         position = None if body.background else _position(request.headers, is_streaming=bool(body.stream))
@@ -264,6 +265,7 @@ class _GeneratedEvents:
 
     def __init__(self, wanted: ResponseCall) -> None:
         self._position = wanted.position
+        self._names = names_of(wanted.body)
         self._events = wanted.events(None if wanted.position is None else wanted.position.told)
         self._held: list[tuple[Event, ToldEvents]] = []
         self._has_begun = False
@@ -297,7 +299,7 @@ class _GeneratedEvents:
             yield event
 
     def failure(self, error: BatonError) -> HttpFailure:
-        failure = failure_of(error, NAMES)
+        failure = failure_of(error, self._names)
         if self._has_begun:
             failure.body = self._events.fail(failure)
         return failure
