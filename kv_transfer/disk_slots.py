@@ -35,9 +35,7 @@ from cluster.errors import Corrupted
 from cluster.kv_groups import DISK_PAGE as PAGE
 from cluster.kv_groups import slot_bytes_of
 from kv_transfer.layout import KvLayout
-
-Key = tuple[int, bytes]
-"""The group of layers, and the digest of a block's tokens and all before them."""
+from kv_transfer.sealed import Key, sealed, unsealed
 
 _MOST_BYTES = 2 << 20
 """Of slots that lie side by side, read or written at a time, while others are copied to or from their buffers."""
@@ -49,7 +47,6 @@ _MAGIC = b"BATON-KV"
 _VERSION = 1
 _FILE = Struct("<8sII32sQ")  # magic, version, bytes of a block, namespace, epoch
 _SLOT = Struct("<8sQI16sQQ")  # magic, epoch, group, digest, bytes of the block, their checksum
-_SUM = Struct("<Q")
 _LEFT = "left"
 
 
@@ -170,7 +167,7 @@ class DiskSlots:
         """Nothing that is in the file counts any more."""
         self._epoch += 1
         page = _FILE.pack(_MAGIC, _VERSION, self.block_bytes, self._namespace, self._epoch)
-        self._buffers[0][:PAGE] = _sealed(page)
+        self._buffers[0][:PAGE] = sealed(page)
         _write(self._fd, memoryview(self._buffers[0])[:PAGE], 0)
 
     def keys(self) -> Iterator[tuple[int, Key]]:
@@ -184,7 +181,7 @@ class DiskSlots:
         found, buffer = [], mmap.mmap(-1, PAGE)
         for slot in slots:
             _read(self._fd, memoryview(buffer), self._at(slot))
-            header = _unsealed(buffer[:PAGE], _SLOT)
+            header = unsealed(buffer[:PAGE], _SLOT)
             if header is not None and header[:2] == (_MAGIC, self._epoch) and header[4] == self.block_bytes:
                 found.append((slot, (header[2], header[3])))
         return found
@@ -202,7 +199,7 @@ class DiskSlots:
                     checksum = xxhash.xxh3_64_intdigest(payload.data)
                     header = _SLOT.pack(_MAGIC, self._epoch, group, digest, self.block_bytes, checksum)
                     begin = at * self._slot_bytes
-                    buffer[begin : begin + PAGE] = _sealed(header)
+                    buffer[begin : begin + PAGE] = sealed(header)
                 under_way.append(self._begin(_write, run, slots, buffer))
             while under_way:
                 under_way.popleft().result()
@@ -239,7 +236,7 @@ class DiskSlots:
     def _check(self, buffer: mmap.mmap, at: int, slot: int, key: Key) -> None:
         """Raises Corrupted."""
         begin = at * self._slot_bytes
-        header = _unsealed(buffer[begin : begin + PAGE], _SLOT)
+        header = unsealed(buffer[begin : begin + PAGE], _SLOT)
         if header is None or header[:5] != (_MAGIC, self._epoch, *key, self.block_bytes):
             raise Corrupted(f"slot {slot} of {self._path.name} does not hold the block that it should")
         if xxhash.xxh3_64_intdigest(self._payload(buffer, at).data) != header[5]:
@@ -253,7 +250,7 @@ class DiskSlots:
 
     def _read_page(self, at: int) -> tuple[Any, ...] | None:
         _read(self._fd, memoryview(self._buffers[0])[:PAGE], at)
-        return _unsealed(self._buffers[0][:PAGE], _FILE)
+        return unsealed(self._buffers[0][:PAGE], _FILE)
 
 
 def _say(claim: int, what: str) -> None:
@@ -268,18 +265,6 @@ def _runs(slots: Sequence[int], most: int) -> Iterator[range]:
         if place == len(slots) or slots[place] != slots[place - 1] + 1 or place - begin == most:
             yield range(begin, place)
             begin = place
-
-
-def _sealed(header: bytes) -> bytes:
-    """A page with a header and its checksum."""
-    return (header + _SUM.pack(xxhash.xxh3_64_intdigest(header))).ljust(PAGE, b"\0")
-
-
-def _unsealed(page: bytes, form: Struct) -> tuple[Any, ...] | None:
-    """The fields of a sealed header; None where it is none."""
-    header = page[: form.size]
-    (checksum,) = _SUM.unpack_from(page, form.size)
-    return form.unpack(header) if xxhash.xxh3_64_intdigest(header) == checksum else None
 
 
 def _open(path: Path) -> int:

@@ -1,4 +1,5 @@
-"""Copies whole blocks between one rank's KV pool and the tiers below it: slots of host memory, and of a file on a disk.
+"""Copies whole blocks between one rank's KV pool and the tiers below it: slots of host memory, of a file on a disk,
+and objects in a store.
 
 It carries out what `engine.kv.tiered_blocks` decides, on a thread of its own; nothing is copied to a slot or a block
 that somebody else uses. On a GPU slots are page-locked, and copies run on a stream of their own beside the steps.
@@ -18,8 +19,10 @@ from torch import Tensor
 
 from kv_transfer import pages
 from kv_transfer.actions import Range
+from kv_transfer.block_store import StoreObjects
 from kv_transfer.copy_streams import CopyStreams
-from kv_transfer.disk_slots import DiskSlots, Key
+from kv_transfer.disk_slots import DiskSlots
+from kv_transfer.sealed import Key
 
 _STAGED_BYTES = 32 << 20
 """Of blocks that are copied at a time between a GPU and the host, by way of as much of its memory."""
@@ -29,6 +32,7 @@ class TierCopies:
     """`kv` is [L, P, N, B, H, D], the slots are [S, L, P, B, H, D] of the same type."""
 
     disk: DiskSlots | None = None
+    store: StoreObjects | None = None
     open_disk: Callable[[int], DiskSlots]
     """Opens this rank's file of those with a number. Raises OSError."""
     found: Sequence[tuple[int, Key]] = ()
@@ -41,6 +45,7 @@ class TierCopies:
         self._kv = kv
         self._streams = streams
         self._stream, self._disk_stream = streams.new_stream(), streams.new_stream()
+        self._store_stream = streams.new_stream()
         self._page_kernel = page_kernel
         shape = (num_slots, *kv.shape[:2], *kv.shape[3:])
         if kv.is_cuda:
@@ -94,16 +99,33 @@ class TierCopies:
     def read(self, blocks: Sequence[int], on_disk: Sequence[int], keys: Sequence[Key], ready: Any = None) -> int:
         """Reads blocks from the disk. `ready`: as of `load`. Raises Corrupted and OSError; some may be written then."""
         assert self.disk is not None, "blocks are read from a disk that this rank has not"
-        shape = (*self._kv.shape[:2], *self._kv.shape[3:])
         with self._streams.scattering(self._disk_stream, ready):
             for place, found in self.disk.read(on_disk, keys):
-                if self._kv.is_cuda:
-                    block = found.view(self._kv.dtype).view(shape)
-                    self._copy(pages.scatter, [blocks[place]], block.to(self._kv.device))
-                else:
-                    parts = found.numpy().view(self._slot_parts.dtype)
-                    self._pool_parts[:, :, blocks[place]] = parts.reshape(self._slot_parts.shape[1:])
+                self._write(blocks[place], found)
         return len(blocks) * self.block_bytes
+
+    def push(self, slots: Sequence[int], keys: Sequence[Key]) -> int:
+        """Writes slots of host memory to the store. Raises OSError."""
+        assert self.store is not None, "blocks are pushed to a store that this rank has not"
+        self.store.push(keys, (_bytes_of(self._slots[slot]).numpy().tobytes() for slot in slots))
+        return len(slots) * self.block_bytes
+
+    def fetch(self, blocks: Sequence[int], keys: Sequence[Key], ready: Any = None) -> int:
+        """Reads blocks from the store. `ready` and errors: as of `read`."""
+        assert self.store is not None, "blocks are fetched from a store that this rank has not"
+        with self._streams.scattering(self._store_stream, ready):
+            for block, found in zip(blocks, self.store.fetch(keys), strict=True):
+                self._write(block, torch.frombuffer(found, dtype=torch.uint8))
+        return len(blocks) * self.block_bytes
+
+    def _write(self, block: int, found: Tensor) -> None:
+        """Writes what was read, uint8 [block_bytes], to a block of the pool."""
+        if self._kv.is_cuda:
+            shape = (*self._kv.shape[:2], *self._kv.shape[3:])
+            self._copy(pages.scatter, [block], found.view(self._kv.dtype).view(shape).to(self._kv.device))
+        else:
+            parts = found.numpy().view(self._slot_parts.dtype)
+            self._pool_parts[:, :, block] = parts.reshape(self._slot_parts.shape[1:])
 
     def take_over(self, number: int) -> None:
         """Has the files of another number take the place of the present ones. Raises OSError."""

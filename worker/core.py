@@ -20,18 +20,21 @@ from cluster.settings import WorkerSettings
 from cluster.step_cost import StepCost
 from engine.kv.block_manager import BlockManager
 from engine.kv.retaining_blocks import RetainingBlocks
+from engine.kv.stored_blocks import StoredBlocks
 from engine.kv.tiered_blocks import TieredBlocks
 from engine.sampling.constraint import Constrainer
 from engine.sequence import Request
 from engine.token_hash import obstacle
+from kv_transfer.block_store import StoreObjects
 from worker.decode_role import DecodeRole
-from worker.grammar_queue import GrammarQueue, WaitingAdmit
+from worker.grammar_queue import GrammarQueue, WaitingAdmit, WaitingAdmits
 from worker.handoff_connection import HandoffContext
 from worker.handoffs import Dial, Handoffs
 from worker.prefill_role import PrefillRole
 from worker.reporter import CacheReporter, Reporter, RouterSession, list_sessions
 from worker.step_pipeline import Ranks, StepPipeline
 from worker.steps import StepLog
+from worker.store_lookups import StoreLookups
 from worker.tier_moves import TierMoves
 
 logger = logging.getLogger(__name__)
@@ -84,12 +87,13 @@ class Core:
         constrainer: Constrainer | None = None,
         crash_record: CrashRecord | None = None,
         overlaps: bool = False,
+        store: StoreObjects | None = None,
         clock: Callable[[], float] = time.monotonic,
         pipeline: type[StepPipeline] = StepPipeline,
         reporters: tuple[type[Reporter], type[CacheReporter]] = (Reporter, CacheReporter),
     ) -> None:
-        """`overlaps`: a step is launched before the tokens of the one before it are read. `pipeline` runs the steps,
-        `reporters` tell of them."""
+        """`overlaps`: a step is launched before the tokens of the one before it are read. `store`: where prompts are
+        looked up. `pipeline` runs the steps, `reporters` tell of them."""
         self.inbox = inbox
         self.blocks = blocks
         self._vocab_size = vocab_size
@@ -140,14 +144,22 @@ class Core:
         )
         self.tier: TierMoves | None = None
         if isinstance(blocks, TieredBlocks) and blocks.host.num_total:
-            self.tier = self._tier_of(blocks, handoff_context)
-
+            self.tier = self._tier_of(blocks, handoff_context, store)
+        self.lookups: StoreLookups | None = None
+        if store is not None and isinstance(blocks, StoredBlocks):
+            self.lookups = StoreLookups(store, blocks, inbox.post, self._admit_now)
+        self._waiting: tuple[WaitingAdmits, ...] = (self._grammars, *filter(None, [self.lookups]))
         self.sessions = blocks if isinstance(blocks, RetainingBlocks) and blocks.session_share else None
 
-    def _tier_of(self, blocks: TieredBlocks, context: HandoffContext) -> TierMoves:
+    def _tier_of(self, blocks: TieredBlocks, context: HandoffContext, store: StoreObjects | None) -> TierMoves:
         steps = self._steps
         return TierMoves(
-            blocks, context.issue, self._clock, num_ended_steps=lambda: steps.num_ended, cost=lambda: steps.cost
+            blocks,
+            context.issue,
+            self._clock,
+            num_ended_steps=lambda: steps.num_ended,
+            cost=lambda: steps.cost,
+            store=store,
         )
 
     # The loop
@@ -160,8 +172,8 @@ class Core:
         self._step_log.close()
 
     def put_by(self, limit_s: float) -> None:
-        """After `run`: copies what is cached to the disk, if there is one, for the worker that comes next."""
-        if self.tier is None or not self.tier.blocks.disk.num_total:
+        """After `run`: copies what is cached to disk and store, if there are any, for the worker that comes next."""
+        if self.tier is None or not (self.tier.blocks.disk.num_total or self.lookups is not None):
             return
         end = self._clock() + limit_s
         timer = threading.Timer(limit_s, self.inbox.post, (lambda: None,))
@@ -201,7 +213,8 @@ class Core:
 
     def session_closed(self, session: RouterSession) -> None:
         """A router is gone: nobody waits for its requests."""
-        self._grammars.close_session(session)
+        for waiting in self._waiting:
+            waiting.close_session(session)
         self._cache_reporter.close_session(session)
         for key in self.reporter.close_session(session):
             self._cancel(key, "the router closed its session", None)
@@ -223,7 +236,11 @@ class Core:
                 tokens = min(settings.engine.max_num_batched_tokens, self._reserved_tokens)
                 self._settings = settings.with_values(max_num_batched_tokens=tokens)
 
-    def _admit(self, waiting: WaitingAdmit) -> None:
+    def _admit_now(self, waiting: WaitingAdmit) -> None:
+        """Once it is known what the store has of its prompt."""
+        self._admit(waiting, may_wait=False)
+
+    def _admit(self, waiting: WaitingAdmit, *, may_wait: bool = True) -> None:
         session, admit, has_cache = waiting.session, waiting.admit, self._settings.engine.enable_prefix_cache
         request = Request.from_proto(
             admit,
@@ -240,6 +257,9 @@ class Core:
         if problem:
             self._refuse(waiting, worker_pb2.Failed.REASON_INVALID, problem)
             return
+        computes = not (admit.prefix_only or admit.expect_handoff)
+        if may_wait and computes and self.lookups is not None and self.lookups.takes(waiting, request):
+            return
         self.reporter.open_request(request.key, session, report_each_token=admit.tell_each_token)
         if admit.role == worker_pb2.ROLE_DECODE:
             self.decode.admit(request, admit.expect_handoff, waiting.aborted, is_fetch=admit.prefix_only)
@@ -255,7 +275,8 @@ class Core:
         self.reporter.send(waiting.session, worker_pb2.Event(failed=failed))
 
     def _cancel(self, key: RequestKey, reason: str, sequence_index: int | None) -> None:
-        self._grammars.cancel(key, sequence_index)
+        for waiting in self._waiting:
+            waiting.cancel(key, sequence_index)
         if key in self.reporter and sequence_index is None:
             self._step_log.cancelled(key)
         if key in self.decode:
@@ -327,7 +348,7 @@ class Core:
             blocks.num_cached,
             blocks.num_total,
             self.decode.num_running + self.prefill.num_running,
-            self.decode.num_waiting + self.prefill.num_waiting + len(self._grammars),
+            self.decode.num_waiting + self.prefill.num_waiting + sum(map(len, self._waiting)),
             self.reporter.num_requests,
             self.decode.num_preemptions,
             blocks.hit_tokens["device"],

@@ -79,7 +79,8 @@ class Follower(RankProgram):
 
     def stop(self) -> None:
         """At once, or where KV may have to be put by first, when rank 0 ends."""
-        if self._executor is None or not self._resolved.settings.engine.kv_disk_bytes:
+        engine = self._resolved.settings.engine
+        if self._executor is None or not (engine.kv_disk_bytes or engine.kv_store_bytes):
             self._end()
             return
         timer = threading.Timer(PUT_BY_S, self._end)

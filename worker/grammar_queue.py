@@ -29,36 +29,14 @@ class WaitingAdmit:
     """Sequences that the router ended meanwhile."""
 
 
-class GrammarQueue:
-    """Requests that wait until their grammars are compiled, which delays no other. Runs on the engine thread."""
+class WaitingAdmits:
+    """Requests that wait for something before they are admitted. Runs on the engine thread."""
 
-    def __init__(
-        self,
-        constrainer: Constrainer | None,
-        post: Callable[..., None],
-        admit: Callable[[WaitingAdmit], None],
-        refuse: Callable[[WaitingAdmit, worker_pb2.Failed.Reason, str], None],
-    ) -> None:
-        """`post` has a call made on the engine thread; `admit` and `refuse` are called there."""
-        self._constrainer = constrainer
-        self._post = post
-        self._admit = admit
-        self._refuse = refuse
+    def __init__(self) -> None:
         self._waiting: dict[RequestKey, WaitingAdmit] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
-
-    def add(self, waiting: WaitingAdmit) -> None:
-        """Admits the request when its grammar is compiled, or refuses it."""
-        admit = waiting.admit
-        if self._constrainer is None:
-            why = "this worker's model folder has no tokenizer.json, which constrained output needs"
-            self._refuse(waiting, worker_pb2.Failed.REASON_INVALID, why)
-            return
-        key = RequestKey.of(admit.key)
-        self._waiting[key] = waiting
-        self._constrainer.begin(admit.sampling.grammar, partial(self._post, self._compiled, key))
 
     def cancel(self, key: RequestKey, sequence_index: int | None) -> None:
         """The router ended a request, or one sequence of it."""
@@ -70,6 +48,35 @@ class GrammarQueue:
     def close_session(self, session: RouterSession) -> None:
         """A router is gone."""
         self._waiting = {key: each for key, each in self._waiting.items() if each.session != session}
+
+
+class GrammarQueue(WaitingAdmits):
+    """Requests that wait until their grammars are compiled, which delays no other."""
+
+    def __init__(
+        self,
+        constrainer: Constrainer | None,
+        post: Callable[..., None],
+        admit: Callable[[WaitingAdmit], None],
+        refuse: Callable[[WaitingAdmit, worker_pb2.Failed.Reason, str], None],
+    ) -> None:
+        """`post` has a call made on the engine thread; `admit` and `refuse` are called there."""
+        super().__init__()
+        self._constrainer = constrainer
+        self._post = post
+        self._admit = admit
+        self._refuse = refuse
+
+    def add(self, waiting: WaitingAdmit) -> None:
+        """Admits the request when its grammar is compiled, or refuses it."""
+        admit = waiting.admit
+        if self._constrainer is None:
+            why = "this worker's model folder has no tokenizer.json, which constrained output needs"
+            self._refuse(waiting, worker_pb2.Failed.REASON_INVALID, why)
+            return
+        key = RequestKey.of(admit.key)
+        self._waiting[key] = waiting
+        self._constrainer.begin(admit.sampling.grammar, partial(self._post, self._compiled, key))
 
     def _compiled(self, key: RequestKey, compiled: Constraint | Exception) -> None:
         waiting = self._waiting.pop(key, None)

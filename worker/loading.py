@@ -25,6 +25,7 @@ from engine.cpu_runtime import compute_with, end_helpers, keep_freed_memory, ret
 from engine.kv.block_manager import BlockManager
 from engine.kv.pool import choose_page_copies, choose_pool_copies
 from engine.kv.retaining_blocks import RetainingBlocks
+from engine.kv.stored_blocks import StoredBlocks
 from engine.kv.tiered_blocks import TieredBlocks
 from engine.memory import (
     Activations,
@@ -40,6 +41,7 @@ from engine.models.experts import ExpertsConfig
 from engine.profiling import measure_activations
 from engine.sampling.sampler import Sampler
 from engine.tp import TPGroup, make_process_group
+from kv_transfer.block_store import FolderStore, StoreObjects
 from kv_transfer.disk_slots import DiskFolder
 from kv_transfer.fault_injection import Faults
 from kv_transfer.tier_copies import TierCopies
@@ -115,6 +117,7 @@ def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> Load
     memory = make_pool(resolved.transports, runner.device, partial(runner.make_pool, plan.num_blocks))
     transfer_engine = make_transfer_engine(resolved, runner.kv, plan, memory)
     open_disk(resolved, plan, transfer_engine.tier, start)
+    open_store(resolved, transfer_engine.tier)
     transfer_engine.warm_up()
     if settings.tp_rank == 0:
         sampler.warm_up(runner.device)
@@ -154,10 +157,15 @@ def _experts_line(experts: ExpertsConfig | None, rebalance_tokens: int) -> tuple
 def make_blocks(plan: MemoryPlan, engine: EngineSection, tier: TierCopies | None) -> BlockManager:
     """The books of a worker's KV pool, and of the tiers below it if there are any. `tier`: rank 0's."""
     pool = plan.num_blocks, plan.block_size, engine.enable_prefix_cache, plan.groups
-    blocks, tiered = RetainingBlocks(*pool), None
+    blocks: RetainingBlocks = RetainingBlocks(*pool)
+    tiered: TieredBlocks | None = None
     if plan.num_host_blocks:
-        slots = plan.num_host_blocks, plan.num_disk_blocks
-        blocks = tiered = TieredBlocks(*pool, num_slots=slots[0], num_disk_slots=slots[1])
+        num_host, num_disk, policy = plan.num_host_blocks, plan.num_disk_blocks, engine.kv_store_policy
+        if tier is not None and tier.store is not None:
+            tiered = StoredBlocks(*pool, num_slots=num_host, num_disk_slots=num_disk, policy=policy)
+        else:
+            tiered = TieredBlocks(*pool, num_slots=num_host, num_disk_slots=num_disk)
+        blocks = tiered
     blocks.session_share = engine.kv_session_share if engine.enable_prefix_cache else 0.0
     if tiered is not None and tier is not None and tier.disk is not None:
         tiered.find_again(tier.disk.keys())
@@ -193,6 +201,20 @@ def open_disk(resolved: Resolved, plan: MemoryPlan, tier: TierCopies | None, sta
         tier.disk = tier.open_disk(start.disk_number)
     except OSError as error:
         raise ConfigError(f"kv_disk_path: KV cannot be kept there: {error.strerror}") from error
+
+
+def open_store(resolved: Resolved, tier: TierCopies | None) -> None:
+    """Gives a rank's tier its part of the store. Raises ConfigError."""
+    engine, rank = resolved.settings.engine, resolved.settings.tp_rank
+    if tier is None or not (engine.kv_store_bytes and engine.enable_prefix_cache):
+        return
+    path = Path(engine.kv_store_path or "")
+    try:
+        store = FolderStore(path)
+    except OSError as error:
+        raise ConfigError(f"kv_store_path: {path} cannot be used: {error.strerror}") from error
+    form = resolved.settings.transfer.wire_format
+    tier.store = StoreObjects(store, resolved.layout, form, rank, tier.block_bytes, engine.kv_store_bytes)
 
 
 def make_transfer_engine(

@@ -113,7 +113,7 @@ TIER_SECONDS = Metric(
     "Seconds that such copies took, from when each was set off; several may be under way at a time.",
     (("move", _MOVES),),
 )
-HIT_TIERS: tuple[KvTierName, ...] = ("device", "host", "disk")
+HIT_TIERS: tuple[KvTierName, ...] = ("device", "host", "disk", "store")
 HIT_TOKENS = Metric(
     "baton_kv_hit_tokens_total",
     "counter",

@@ -182,6 +182,8 @@ class Leader(RankProgram):
                 self._metrics_page.close()
             if self._disk is not None:
                 self._disk.close(self._engine_thread if self._error is None else None)
+            elif self._engine_thread is not None and self._error is None:
+                self._engine_thread.join(PUT_BY_S + 1.0)
             if self._group is not None:
                 self._group.close()
             if self._constrainer is not None:
@@ -238,6 +240,7 @@ class Leader(RankProgram):
             constrainer=self._constrainer,
             crash_record=self._crash_record,
             overlaps=overlaps,
+            store=None if loaded.transfer_engine.tier is None else loaded.transfer_engine.tier.store,
         )
 
     def _handshake(self, store_address: str) -> Handshake:
@@ -277,6 +280,7 @@ class Leader(RankProgram):
             pool_bytes=plan.pool_bytes * settings.tp_size,
             host_bytes=plan.host_bytes * settings.tp_size,
             disk_bytes=plan.disk_bytes * settings.tp_size,
+            store_bytes=settings.engine.kv_store_bytes if settings.engine.enable_prefix_cache else 0,
         )
 
     def _run_engine(self) -> None:

@@ -47,12 +47,10 @@ AHEAD_LAYERS = 2
 """A gather out of a long step on a GPU is launched, and its slot offered, when this many of its layers are still to be
 computed there. Earlier, and a receive would wait on the decode worker's GPU, where NCCL's kernels take room; later, and
 the message to and fro would not be hidden."""
-_ON_DISK = (
-    rank_pb2.BlockMove.KIND_SPILL,
-    rank_pb2.BlockMove.KIND_READ,
-    rank_pb2.BlockMove.KIND_FLUSH,
-    rank_pb2.BlockMove.KIND_TAKE_OVER,
-)
+_KINDS = rank_pb2.BlockMove
+_ON_DISK = (_KINDS.KIND_SPILL, _KINDS.KIND_READ, _KINDS.KIND_FLUSH, _KINDS.KIND_TAKE_OVER)
+_TO_STORE = (_KINDS.KIND_PUSH, _KINDS.KIND_FLUSH_STORE)
+_THREADS = dict.fromkeys(_ON_DISK, "kv-disk") | dict.fromkeys(_TO_STORE, "kv-push") | {_KINDS.KIND_FETCH: "kv-fetch"}
 _KEPT_STEPS = 4
 """Steps whose events are kept: more than a GPU may be behind."""
 
@@ -185,13 +183,14 @@ class RankExecutor:
         self._gathers: list[tuple[int, int, int, Chunk, list[int]]] = []
         """A heap of (step, layers, command number, chunk, block table): the one whose pages are written first leads."""
         self._issues: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._moves: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._disk_moves: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._moves: dict[str, SimpleQueue[Callable[[], None] | None]] = {
+            name: SimpleQueue() for name in ("kv-tier", *_THREADS.values())
+        }
         _start("kv-gather", self._run_gathers)
         _start("kv-issue", lambda: _run(self._issues))
         if transfer_engine.tier is not None:
-            _start("kv-tier", lambda: _run(self._moves))
-            _start("kv-disk", lambda: _run(self._disk_moves))
+            for name, moves in self._moves.items():
+                _start(name, partial(_run, moves))
 
     def step(self, step: StepInput, sampled: torch.Tensor | None = None) -> StepOutput:
         """Runs one forward pass. Steps are counted from 1 in the order of these calls.
@@ -236,8 +235,9 @@ class RankExecutor:
             case "receive":
                 self._issues.put(lambda: self._receive(number, command.receive))
             case "move_blocks":
-                moves = self._disk_moves if command.move_blocks.kind in _ON_DISK else self._moves
-                moves.put(lambda: self._answer(number, lambda: self._move_blocks(command.move_blocks)))
+                self._moves[_THREADS.get(command.move_blocks.kind, "kv-tier")].put(
+                    lambda: self._answer(number, lambda: self._move_blocks(command.move_blocks))
+                )
             case other:
                 raise ValueError(f"rank command {number} is a {other}, which does not run here")
 
@@ -245,8 +245,8 @@ class RankExecutor:
         """Ends the threads and closes every pair; what has not begun is answered with an error."""
         self._progress.close()
         self._issues.put(None)
-        self._moves.put(None)
-        self._disk_moves.put(None)
+        for moves in self._moves.values():
+            moves.put(None)
         self._engine.close()
 
     # Pairs
@@ -322,7 +322,7 @@ class RankExecutor:
             self._enqueue(landing.pair, number, complete)
 
     def _move_blocks(self, move: rank_pb2.BlockMove) -> int:
-        tier, kinds = self._engine.tier, rank_pb2.BlockMove
+        tier, kinds = self._engine.tier, _KINDS
         assert tier is not None, "blocks are moved to a tier that this rank has not"
         sources, targets = list(move.sources), list(move.targets)
         keys = list(zip(move.groups, move.digests, strict=True))
@@ -337,8 +337,14 @@ class RankExecutor:
                 return tier.spill(sources, targets, keys)
             case kinds.KIND_READ:
                 return tier.read(targets, sources, keys, ready)
-            case kinds.KIND_FLUSH if tier.disk is not None:
-                tier.disk.flush()
+            case kinds.KIND_PUSH:
+                return tier.push(sources, keys)
+            case kinds.KIND_FETCH:
+                return tier.fetch(targets, keys, ready)
+            case kinds.KIND_FLUSH | kinds.KIND_FLUSH_STORE:
+                flushed = tier.disk if move.kind == kinds.KIND_FLUSH else tier.store
+                if flushed is not None:
+                    flushed.flush()
                 return 0
             case kinds.KIND_TAKE_OVER:
                 tier.take_over(move.disk_number)

@@ -14,6 +14,7 @@ from cluster.pb import rank_pb2, worker_pb2
 from cluster.step_cost import StepCost
 from engine.kv.kv_tier import BlockMove, KvTierName, MoveKind, TierKey
 from engine.kv.tiered_blocks import TieredBlocks
+from kv_transfer.block_store import StoreObjects
 from worker.handoff_connection import Done, ErrorKind
 
 logger = logging.getLogger(__name__)
@@ -23,6 +24,8 @@ _KINDS = {
     MoveKind.LOAD: rank_pb2.BlockMove.KIND_LOAD,
     MoveKind.SPILL: rank_pb2.BlockMove.KIND_SPILL,
     MoveKind.READ: rank_pb2.BlockMove.KIND_READ,
+    MoveKind.PUSH: rank_pb2.BlockMove.KIND_PUSH,
+    MoveKind.FETCH: rank_pb2.BlockMove.KIND_FETCH,
 }
 _WEIGHT = 0.2
 """Of the newest load, in the time of a block."""
@@ -41,13 +44,15 @@ class TierMoves:
         *,
         num_ended_steps: Callable[[], int],
         cost: Callable[[], StepCost | None],
+        store: StoreObjects | None = None,
     ) -> None:
-        """`cost`: of steps, None before it is known."""
+        """`cost`: of steps, None before it is known. `store`: rank 0's part of it."""
         self.blocks = blocks
         self._issue = issue
         self._clock = clock
         self._num_ended_steps = num_ended_steps
         self._cost = cost
+        self._store = store
         self._block_s: dict[MoveKind, float] = {}
         """Of the moves up that have been made."""
         self.seconds = dict.fromkeys(MoveKind, 0.0)
@@ -71,11 +76,12 @@ class TierMoves:
             self._issue(rank_pb2.RankCommand(move_blocks=command), partial(self._moved, move, self._clock()))
 
     def flush(self) -> int:
-        """Empties pool and tiers, as `TieredBlocks.flush_cache`, and what the disk would be found to hold later."""
+        """Empties all, as `TieredBlocks.flush_cache`, and what would be found later on a disk or in the store."""
         num_blocks = self.blocks.flush_cache()
-        if self.blocks.disk.num_total:
-            command = rank_pb2.BlockMove(kind=rank_pb2.BlockMove.KIND_FLUSH)
-            self._issue(rank_pb2.RankCommand(move_blocks=command), _flushed)
+        flushed = [rank_pb2.BlockMove.KIND_FLUSH] if self.blocks.disk.num_total else []
+        flushed += [rank_pb2.BlockMove.KIND_FLUSH_STORE] if self._store is not None else []
+        for kind in flushed:
+            self._issue(rank_pb2.RankCommand(move_blocks=rank_pb2.BlockMove(kind=kind)), _flushed)
         return num_blocks
 
     def measure(self, stats: worker_pb2.WorkerStats) -> None:
@@ -83,6 +89,9 @@ class TierMoves:
         tiers = self.blocks.tiers
         hits = self.blocks.hit_tokens
         figures = [(name, len(tier), tier.num_total, hits[name]) for name, tier in tiers.items() if tier.num_total]
+        if (store := self._store) is not None:
+            sizes = store.used_bytes // store.object_bytes, store.limit_bytes // store.object_bytes
+            figures.append(("store", *sizes, hits["store"]))
         if figures != self._figures:
             self._figures = figures
             del stats.tiers[:]
@@ -132,4 +141,6 @@ class TierMoves:
 
 def _flushed(error: str, kind: ErrorKind, size_bytes: int) -> None:
     if error:
-        logger.warning("the KV on the disk is not flushed, and may be found when this worker starts again: %s", error)
+        logger.warning(
+            "the KV on the disk or in the store is not flushed, and may be found when a worker starts again: %s", error
+        )

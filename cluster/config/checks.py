@@ -244,6 +244,9 @@ def _check_labels(config: ServingConfig, role: RoleName) -> Iterator[ConfigFindi
         yield ConfigFinding(where, f"{twice} is there twice; for either of two values: {twice}=in(ONE,OTHER)")
 
 
+_NEEDS = (("kv_disk_bytes", "kv_host_bytes"), ("kv_store_bytes", "kv_host_bytes"), ("kv_store_bytes", "kv_store_path"))
+
+
 def _check_engine(config: ServingConfig, role: RoleName) -> Iterator[ConfigFinding]:
     engine = config.engine_of(role)
     if engine.max_num_batched_tokens < engine.num_seqs:
@@ -253,12 +256,11 @@ def _check_engine(config: ServingConfig, role: RoleName) -> Iterator[ConfigFindi
             f"sequence in a step (got {engine.max_num_batched_tokens})",
             (_key_of(config, role, "engine.max_num_seqs"),),
         )
-    if engine.kv_disk_bytes and not engine.kv_host_bytes:
-        yield ConfigFinding(
-            _key_of(config, role, "engine.kv_disk_bytes"),
-            "needs kv_host_bytes: KV comes to the disk by way of host memory",
-            (_key_of(config, role, "engine.kv_host_bytes"),),
-        )
+    for size, other in _NEEDS:
+        if getattr(engine, size) and not getattr(engine, other):
+            needy, needed = (_key_of(config, role, f"engine.{name}") for name in (size, other))
+            why = "a folder that every node has" if other == "kv_store_path" else "KV comes there by way of host memory"
+            yield ConfigFinding(needy, f"needs {other}: {why}", (needed,))
 
 
 def _check_device(config: ServingConfig, role: RoleName) -> Iterator[ConfigFinding]:

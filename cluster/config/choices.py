@@ -25,6 +25,7 @@ WireFormatName = Literal["native", "int8", "fp8"]
 DigestName = Literal["auto", "on", "sampled", "off"]
 RebalanceMode = Literal["fixed", "auto"]
 PolicyName = Literal["predicted", "least_loaded", "round_robin", "random"]
+KvStorePolicyName = Literal["reused", "evicted", "all"]
 PrefixFetchName = Literal["auto", "always", "off"]
 
 ALIASES = {

@@ -110,8 +110,11 @@ def _resolve_paths(config: ServingConfig, folder: Path, model_path: str | None) 
     engine, timed = config.engine, config.engine.timed_steps
     if timed.script is not None:
         engine = replace(engine, timed_steps=replace(timed, script=str((folder / timed.script).absolute())))
-    if engine.kv_disk_path is not None and not engine.kv_disk_path.startswith("~"):
-        engine = replace(engine, kv_disk_path=str((folder / engine.kv_disk_path).absolute()))
+    paths = {"kv_disk_path": engine.kv_disk_path, "kv_store_path": engine.kv_store_path}
+    absolute = {
+        name: str((folder / path).absolute()) for name, path in paths.items() if path and not path.startswith("~")
+    }
+    engine = replace(engine, **absolute)  # type: ignore[arg-type]
     return replace(config, model=model, log_dir=log_dir, router=router, engine=engine, **sections)
 
 

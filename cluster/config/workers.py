@@ -90,6 +90,16 @@ class EngineSection:
     kv_disk_path: str | None = None
     """Folder for that on a local disk of every node, relative to the folder of this file; each worker has a file there
     for each of its ranks, which only its owner can read. null: `~/.cache/baton/kv`."""
+    kv_store_bytes: int = bounded(0, at_least=0, at_most=2**60)
+    """Room of a store that all workers share and that outlives them, in bytes for all of them together, of this cluster
+    and others; 0: none. What they write there goes by way of host memory, so that it needs `kv_host_bytes`; what was
+    used least recently is deleted."""
+    kv_store_path: str | None = None
+    """Folder of that store, on a file system that every node has, such as NFS, relative to the folder of this file.
+    Files in it can be read by their owner only."""
+    kv_store_policy: choices.KvStorePolicyName = "reused"
+    """What a worker writes to the store while it serves: what a second prompt has begun with (reused), what its host
+    memory gives up next (evicted), or everything (all). One that is stopped writes what it has, as time allows."""
     kv_session_share: float = bounded(0.5, at_least=0, at_most=0.9)
     """Share of the KV pool, and of host memory and disk below it, in which the KV of sessions is kept while theirs is
     not the only KV that can be given up (`router.session_ttl_s`). Where it is full, the tenant with the most loses its

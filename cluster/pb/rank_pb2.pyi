@@ -95,6 +95,9 @@ class BlockMove(_message.Message):
         KIND_READ: _ClassVar[BlockMove.Kind]
         KIND_FLUSH: _ClassVar[BlockMove.Kind]
         KIND_TAKE_OVER: _ClassVar[BlockMove.Kind]
+        KIND_PUSH: _ClassVar[BlockMove.Kind]
+        KIND_FETCH: _ClassVar[BlockMove.Kind]
+        KIND_FLUSH_STORE: _ClassVar[BlockMove.Kind]
     KIND_UNSPECIFIED: BlockMove.Kind
     KIND_SAVE: BlockMove.Kind
     KIND_LOAD: BlockMove.Kind
@@ -102,6 +105,9 @@ class BlockMove(_message.Message):
     KIND_READ: BlockMove.Kind
     KIND_FLUSH: BlockMove.Kind
     KIND_TAKE_OVER: BlockMove.Kind
+    KIND_PUSH: BlockMove.Kind
+    KIND_FETCH: BlockMove.Kind
+    KIND_FLUSH_STORE: BlockMove.Kind
     KIND_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     TARGETS_FIELD_NUMBER: _ClassVar[int]

@@ -164,7 +164,7 @@ class RankInfo(_message.Message):
     def __init__(self, tp_rank: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., device: _Optional[str] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "node", "ranks", "model", "weights_revision", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "transport", "dtype", "metrics_address", "crash_record", "protocol", "prefix_format", "num_tier_blocks", "pool_bytes", "host_bytes", "disk_bytes")
+    __slots__ = ("worker_id", "incarnation", "role", "node", "ranks", "model", "weights_revision", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "transport", "dtype", "metrics_address", "crash_record", "protocol", "prefix_format", "num_tier_blocks", "pool_bytes", "host_bytes", "disk_bytes", "store_bytes")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -186,6 +186,7 @@ class WorkerInfo(_message.Message):
     POOL_BYTES_FIELD_NUMBER: _ClassVar[int]
     HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
     DISK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STORE_BYTES_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     role: Role
@@ -207,7 +208,8 @@ class WorkerInfo(_message.Message):
     pool_bytes: int
     host_bytes: int
     disk_bytes: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., node: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankInfo, _Mapping]]] = ..., model: _Optional[str] = ..., weights_revision: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., transport: _Optional[str] = ..., dtype: _Optional[str] = ..., metrics_address: _Optional[str] = ..., crash_record: _Optional[str] = ..., protocol: _Optional[str] = ..., prefix_format: _Optional[str] = ..., num_tier_blocks: _Optional[int] = ..., pool_bytes: _Optional[int] = ..., host_bytes: _Optional[int] = ..., disk_bytes: _Optional[int] = ...) -> None: ...
+    store_bytes: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., node: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankInfo, _Mapping]]] = ..., model: _Optional[str] = ..., weights_revision: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., transport: _Optional[str] = ..., dtype: _Optional[str] = ..., metrics_address: _Optional[str] = ..., crash_record: _Optional[str] = ..., protocol: _Optional[str] = ..., prefix_format: _Optional[str] = ..., num_tier_blocks: _Optional[int] = ..., pool_bytes: _Optional[int] = ..., host_bytes: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., store_bytes: _Optional[int] = ...) -> None: ...
 
 class WorkerStats(_message.Message):
     __slots__ = ("blocks_free", "blocks_held", "blocks_cached", "blocks_total", "num_running_seqs", "num_waiting_requests", "num_requests", "num_steps", "num_prefill_tokens", "num_decode_tokens", "num_preemptions", "kv_bytes_sent", "kv_bytes_received", "step_cost", "num_hit_tokens", "tiers")

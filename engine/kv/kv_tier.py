@@ -17,7 +17,7 @@ from typing import Literal, TypeVar
 
 from engine.kv.retention import EvictionOrder, Retention
 
-KvTierName = Literal["device", "host", "disk"]
+KvTierName = Literal["device", "host", "disk", "store"]
 """Where KV lies: in the device's pool, or in a tier below it."""
 TierKey = tuple[int, bytes]
 """The group of layers, and the digest (`cluster.prefix_hash`) of a full block's tokens and all before them."""
@@ -38,11 +38,19 @@ class MoveKind(Enum):
     """From host memory to the disk."""
     READ = "read"
     """From the disk to the pool."""
+    PUSH = "push"
+    """From host memory to the store."""
+    FETCH = "fetch"
+    """From the store to the pool."""
 
     @property
     def is_up(self) -> bool:
         """Whether it ends in the pool."""
-        return self in (MoveKind.LOAD, MoveKind.READ)
+        return self in FROM
+
+
+FROM: dict[MoveKind, KvTierName] = {MoveKind.LOAD: "host", MoveKind.READ: "disk", MoveKind.FETCH: "store"}
+"""The tier that each way up begins in, the quickest first."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,8 @@ class TierCounts:
     loaded: int = 0
     spilled: int = 0
     read: int = 0
+    pushed: int = 0
+    fetched: int = 0
     unsaved: int = 0
     """Evicted from the pool before they were saved."""
     given_up: int = 0
@@ -74,15 +84,18 @@ class TierCounts:
 
     def add(self, kind: MoveKind, number: int) -> None:
         """Blocks that were copied, and are wanted."""
-        match kind:
-            case MoveKind.SAVE:
-                self.saved += number
-            case MoveKind.LOAD:
-                self.loaded += number
-            case MoveKind.SPILL:
-                self.spilled += number
-            case MoveKind.READ:
-                self.read += number
+        name = _COUNTED[kind]
+        setattr(self, name, getattr(self, name) + number)
+
+
+_COUNTED = {
+    MoveKind.SAVE: "saved",
+    MoveKind.LOAD: "loaded",
+    MoveKind.SPILL: "spilled",
+    MoveKind.READ: "read",
+    MoveKind.PUSH: "pushed",
+    MoveKind.FETCH: "fetched",
+}
 
 
 class KvTier:

@@ -23,7 +23,7 @@ from itertools import chain, islice, takewhile
 from cluster import prefix_hash
 from cluster.kv_groups import KvGroup
 from engine.kv import kv_tier
-from engine.kv.kv_tier import BlockMove, KvTier, KvTierName, MoveKind, TierCounts, TierKey
+from engine.kv.kv_tier import BlockMove, KvTier, MoveKind, TierCounts, TierKey
 from engine.kv.retaining_blocks import RetainingBlocks
 
 MOST_MOVES = 2
@@ -54,6 +54,7 @@ class TieredBlocks(RetainingBlocks):
         super().__init__(num_blocks, block_size, enable_prefix_cache, groups)
         self.host, self.disk = KvTier(num_slots), KvTier(num_disk_slots)
         self.tiers = {"host": self.host, "disk": self.disk}
+        self.sources = {MoveKind.LOAD: self.host, MoveKind.READ: self.disk}
         self.is_quicker: IsQuicker = lambda num_moves, num_tokens, num_before: True
         self.counts = TierCounts()
         self._num_ahead = min(num_slots, -(-num_blocks // 2) if num_ahead is None else num_ahead)
@@ -79,7 +80,7 @@ class TieredBlocks(RetainingBlocks):
 
         Where other tokens land, only what the pool has counts.
         """
-        if num_landing or not (len(self.host) or len(self.disk) or self._arriving):
+        if num_landing or not (self._arriving or any(map(len, self.sources.values()))):
             return super().match_prefix(token_ids, salt, num_landing)
         table, missing = self._find(token_ids, salt)
         held = [block for block in table if block >= 0]
@@ -121,10 +122,9 @@ class TieredBlocks(RetainingBlocks):
             return super().count_hits(table)
         count = len(self.groups)
         for row in range(0, len(table), count):
-            arriving = [self._arriving[block] for block in table[row : row + count] if block in self._arriving]
-            kinds = set(map(self._kind_of, arriving))
-            tier: KvTierName = "disk" if MoveKind.READ in kinds else "host" if kinds else "device"
-            self.hit_tokens[tier] += self.block_size
+            kinds = {self._kind_of(self._arriving[each]) for each in table[row : row + count] if each in self._arriving}
+            lowest = [tier for kind, tier in kv_tier.FROM.items() if kind in kinds][-1:]
+            self.hit_tokens[lowest[0] if lowest else "device"] += self.block_size
 
     def _find(self, token_ids: Sequence[int], salt: bytes) -> tuple[list[int], dict[int, TierKey]]:
         """The longest table that pool and tier have together, and the keys of what the pool lacks, by its place in the
@@ -147,10 +147,14 @@ class TieredBlocks(RetainingBlocks):
 
     def _is_known(self, place: int, digest: bytes) -> bool:
         key = (place, digest)
-        return digest in self._published[place] or key in self._arriving_at or self._is_below(key)
+        return digest in self._published[place] or key in self._arriving_at or self._can_load(key)
 
     def _is_below(self, key: TierKey) -> bool:
         return key in self.host or key in self.disk
+
+    def _can_load(self, key: TierKey) -> bool:
+        """Whether it is anywhere below the pool."""
+        return self._is_below(key)
 
     def _has_room_for(self, num_tokens: int, num_found: int, num_loads: int, held: Sequence[int]) -> bool:
         """Whether what is to be loaded has room, beside what is found and the blocks of the tokens behind it: else it
@@ -161,7 +165,7 @@ class TieredBlocks(RetainingBlocks):
     def _begin_load(self, key: TierKey) -> int:
         """A block of the pool for what a key names, held by whoever asked and by the load."""
         kind = self._kind_of(key)
-        tier = self._source(kind)
+        tier = self.sources[kind]
         tier.touch(key)
         slot = tier.pin(key)
         [block] = self.allocate(1)
@@ -169,9 +173,6 @@ class TieredBlocks(RetainingBlocks):
         self._arriving[block], self._arriving_at[key] = key, block
         self._to_load[kind].append((slot, block, key))
         return block
-
-    def _source(self, kind: MoveKind) -> KvTier:
-        return self.disk if kind is MoveKind.READ else self.host
 
     def have_arrived(self, blocks: Iterable[int]) -> bool | None:
         if self._arriving and any(block in self._arriving for block in blocks):
@@ -269,7 +270,7 @@ class TieredBlocks(RetainingBlocks):
         """A move has ended; with an error none of its copies counts, and copies down are not tried again at once. Reads
         are, by halves: a damaged block ends no other."""
         self.num_under_way[move.kind] -= 1
-        if error and move.kind is MoveKind.READ and len(move.keys) > 1:
+        if error and move.kind in (MoveKind.READ, MoveKind.FETCH) and len(move.keys) > 1:
             self._halves += kv_tier.halves_of(move)
             return
         if error:
@@ -283,8 +284,8 @@ class TieredBlocks(RetainingBlocks):
                     is_kept = self._saved(source, target, key, is_there=not error)
                 case MoveKind.SPILL:
                     is_kept = self._spilled(source, target, key, is_there=not error)
-                case MoveKind.LOAD | MoveKind.READ:
-                    is_kept = self._loaded(self._source(move.kind), source, target, key, is_there=not error)
+                case _:
+                    is_kept = self._loaded(self.sources[move.kind], source, target, key, is_there=not error)
             self.counts.add(move.kind, is_kept)
 
     def _saved(self, block: int, slot: int, key: TierKey, *, is_there: bool) -> bool:
@@ -318,7 +319,8 @@ class TieredBlocks(RetainingBlocks):
         if is_there and is_wanted:
             place, digest = key
             self._digests[block], self._group_of[block] = digest, place
-            self._published[place].setdefault(digest, block)
+            if self._published[place].setdefault(digest, block) == block and not place:
+                self._report_stored([digest])
         elif not is_there and tier.drop(key):
             if tier is self.host:
                 self._spilling.pop(key, None)  # a copy of what could not be read is no better
@@ -337,7 +339,7 @@ class TieredBlocks(RetainingBlocks):
         lost = list(self.disk)
         self._spilling.clear()
         self.disk.flush()
-        self._arriving_at = {key: block for key, block in self._arriving_at.items() if key in self.host}
+        self._arriving_at = {key: block for key, block in self._arriving_at.items() if self._can_load(key)}
         self._give_up(lost, self.host)
 
     # Losing
@@ -390,7 +392,7 @@ class TieredBlocks(RetainingBlocks):
         for block, (place, digest) in self._arriving.items():
             if self._refcounts[block] < 1 or block in self._digests:
                 wrong.append(f"block {block} is arriving, with {self._refcounts[block]} owners")
-            if self._arriving_at.get((place, digest)) == block and not self._is_below((place, digest)):
+            if self._arriving_at.get((place, digest)) == block and not self._can_load((place, digest)):
                 wrong.append(f"block {block} arrives, and no tier has what it is to hold")
         for block in self._saving:
             if not self._is_published(block):

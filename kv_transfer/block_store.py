@@ -1,0 +1,319 @@
+"""One rank's part of a store of KV blocks that all workers of a cluster share, and that outlives them: an object for
+each block, which names what it holds and is checked when it is read.
+
+An object's name has the namespace (the version of this format, the weights and their revision, the type and layout of
+the KV), the rank, the group of layers and the block's digest, which covers the tenant's salt; its header has them in
+full, with a checksum of itself and one of the block. What was cut off, has changed, or is another block is Corrupted,
+and deleted. Nothing is unpickled.
+
+The store bounds itself: who writes looks now and then what there is, and deletes what was read or written least
+recently. Any number may do so at once. Whoever waits for the store does so for a bounded time, and then leaves it
+alone for a while: what a call that is stuck still reads or writes is memory of its own. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from itertools import count
+from pathlib import Path
+from queue import SimpleQueue
+from struct import Struct
+from typing import NamedTuple, Protocol, TypeVar
+
+import xxhash
+
+from cluster.errors import Corrupted
+from cluster.kv_groups import DISK_PAGE as PAGE
+from kv_transfer.layout import KvLayout
+from kv_transfer.sealed import Key, sealed, unsealed
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MOVE_TIMEOUT_S = 5.0
+"""The most that one move of blocks to the store or from it takes; beyond it they are computed."""
+LOOK_TIMEOUT_S = 60.0
+"""The most that a look at all objects takes."""
+AWAY_S = 10.0
+"""A store that did not answer in time is left alone for so long."""
+FULL_SHARE = 7 / 8
+"""Of its room, what is left in a store that was too full."""
+_LOOKS = 32
+"""A writer looks anew what there is when it has written one of so many parts of the room."""
+_OLD_S = 600.0
+"""Files of writes under way that are so old were left by a writer that was killed."""
+_TOUCH_EVERY_S = 60.0
+_THREADS = 8
+_MOST_PUTS = 4
+"""At a time, so that reads find a thread."""
+_MAGIC = b"BATON-OB"
+_VERSION = 1
+_OBJECT = Struct("<8sI32sIQ16sQQ")
+"""Magic, version, namespace, rank, group, digest, bytes of the block, their checksum."""
+_PART = ".part"
+_NAME = re.compile(rf"[0-9a-f]{{64}}/[0-9a-f]{{2}}/[0-9a-f]{{32}}\.g\d+\.r\d+(\..*\{_PART})?")
+"""Whatever else lies in a store is not Baton's."""
+
+
+_numbers = count()
+
+
+class StoredObject(NamedTuple):
+    """One object of a store."""
+
+    name: str
+    size_bytes: int
+    used_at: float
+    """Seconds since the epoch."""
+
+
+class BlockStore(Protocol):
+    """Named bytes that many processes read and write at once. Methods raise OSError; any thread calls them."""
+
+    def put(self, name: str, content: bytes) -> None:
+        """Makes an object readable as a whole, in place of one of this name."""
+        ...
+
+    def get(self, name: str) -> bytes:
+        """Raises FileNotFoundError."""
+        ...
+
+    def has(self, name: str) -> bool: ...
+
+    def objects(self) -> Iterator[StoredObject]:
+        """Yields all there are, those included whose writers were killed."""
+        ...
+
+    def delete(self, name: str) -> None:
+        """Does nothing where there is none."""
+        ...
+
+
+class FolderStore:
+    """Files in a folder of this machine or of a network, readable by their owner only."""
+
+    def __init__(self, folder: Path) -> None:
+        """Makes the folder if there is none. Raises OSError."""
+        self._folder = folder.expanduser()
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def put(self, name: str, content: bytes) -> None:
+        path = self._folder / name
+        part = path.with_name(f"{path.name}.{os.uname().nodename}-{os.getpid()}-{next(_numbers)}{_PART}")
+        try:
+            descriptor = self._create(part)
+        except FileNotFoundError:  # a folder that vanished as a whole is not made again: it may be a mount that is gone
+            path.parent.parent.mkdir(exist_ok=True, mode=0o700)
+            path.parent.mkdir(exist_ok=True, mode=0o700)
+            descriptor = self._create(part)
+        try:
+            with open(descriptor, "wb", buffering=0) as file:
+                left = memoryview(content)
+                while left:
+                    left = left[file.write(left) :]
+            part.rename(path)
+        except OSError:
+            with suppress(OSError):
+                part.unlink()
+            raise
+
+    def _create(self, path: Path) -> int:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+    def get(self, name: str) -> bytes:
+        path = self._folder / name
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb", buffering=0) as file:
+            content = file.readall()
+            if time.time() - os.fstat(file.fileno()).st_mtime > _TOUCH_EVERY_S:
+                with suppress(OSError):
+                    os.utime(file.fileno())
+        return content
+
+    def has(self, name: str) -> bool:
+        try:
+            return (self._folder / name).stat().st_size > 0
+        except FileNotFoundError:
+            if not self._folder.exists():
+                raise
+            return False
+
+    def objects(self) -> Iterator[StoredObject]:
+        for namespace in _entries(self._folder):
+            for part in _entries(namespace):
+                for path in _entries(part):
+                    with suppress(FileNotFoundError):
+                        said = path.stat()
+                        name = path.relative_to(self._folder).as_posix()
+                        yield StoredObject(name, said.st_size, said.st_mtime)
+
+    def delete(self, name: str) -> None:
+        (self._folder / name).unlink(missing_ok=True)
+
+
+def _entries(folder: Path) -> Iterator[Path]:
+    """What lies in a folder; nothing where it is gone, or none."""
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
+        yield from (folder / entry.name for entry in entries)
+
+
+class StoreSilent(OSError):
+    """The store does not answer in time, or did not a moment ago."""
+
+
+class StoreObjects:
+    """The blocks of one rank in a store. `push` is called from one thread, the other methods from any."""
+
+    def __init__(
+        self, store: BlockStore, layout: KvLayout, wire_format: str, tp_rank: int, block_bytes: int, limit_bytes: int
+    ) -> None:
+        """`wire_format`: KV that was handed over is rounded by it. `limit_bytes`: of all that is in the store, of
+        whomever."""
+        said = layout.to_proto().SerializeToString(deterministic=True)
+        self._namespace = hashlib.sha256(f"{_VERSION} {wire_format} ".encode() + said).digest()
+        self._store, self._tp_rank, self.limit_bytes = store, tp_rank, limit_bytes
+        self._block_bytes = block_bytes
+        self.object_bytes = PAGE + block_bytes
+        self.used_bytes = 0
+        """Of all objects, when this rank looked last, with what it has written since."""
+        self._num_unseen = limit_bytes  # bytes written since that look, at least
+        self._away_until = 0.0
+        self._calls: SimpleQueue[tuple[Future[object], Callable[[], object]]] = SimpleQueue()
+        for number in range(_THREADS):
+            threading.Thread(target=self._help, name=f"kv-store-{number}", daemon=True).start()
+
+    def name_of(self, key: Key) -> str:
+        group, digest = key
+        text = digest.hex()
+        return f"{self._namespace.hex()}/{text[:2]}/{text}.g{group}.r{self._tp_rank}"
+
+    def push(self, keys: Sequence[Key], blocks: Iterable[bytes]) -> None:
+        """Writes blocks of `block_bytes`. Raises OSError, of which StoreSilent."""
+        self._make_room(len(keys) * self.object_bytes)
+        puts = (partial(self._put, key, block) for key, block in zip(keys, blocks, strict=True))
+        for _ in self._made(puts, _MOST_PUTS, MOVE_TIMEOUT_S):
+            self.used_bytes += self.object_bytes
+            self._num_unseen += self.object_bytes
+
+    def _put(self, key: Key, payload: bytes) -> None:
+        sizes = self._block_bytes, xxhash.xxh3_64_intdigest(payload)
+        header = _OBJECT.pack(_MAGIC, _VERSION, self._namespace, self._tp_rank, *key, *sizes)
+        self._store.put(self.name_of(key), sealed(header) + payload)
+
+    def fetch(self, keys: Sequence[Key]) -> Iterator[memoryview]:
+        """Yields the blocks, in memory of their own. Raises Corrupted for what is not the block that its key names, and
+        OSError, of which FileNotFoundError and StoreSilent."""
+        gets = (partial(self._store.get, self.name_of(key)) for key in keys)
+        for key, content in zip(keys, self._made(gets, _THREADS, MOVE_TIMEOUT_S), strict=True):
+            yield self._checked(key, content)
+
+    def _checked(self, key: Key, content: bytes) -> memoryview:
+        """Raises Corrupted."""
+        header = unsealed(content[:PAGE], _OBJECT) if len(content) == self.object_bytes else None
+        wanted = (_MAGIC, _VERSION, self._namespace, self._tp_rank, *key, self._block_bytes)
+        payload = memoryview(bytearray(content))[PAGE:]
+        if header is None or header[:-1] != wanted or xxhash.xxh3_64_intdigest(payload) != header[-1]:
+            with suppress(OSError):
+                self._store.delete(self.name_of(key))
+            raise Corrupted(f"the object {self.name_of(key)} of the KV store is damaged, or another block")
+        return payload
+
+    def find(self, keys: Sequence[Key], timeout_s: float) -> list[bool]:
+        """Whether each is there. Raises OSError, of which StoreSilent."""
+        return list(self._made((partial(self._store.has, self.name_of(key)) for key in keys), _THREADS, timeout_s))
+
+    def flush(self) -> None:
+        """Deletes all of this rank in this namespace. Raises OSError."""
+        first, last = f"{self._namespace.hex()}/", f".r{self._tp_rank}"
+
+        def delete() -> None:
+            for each in self._store.objects():
+                if each.name.startswith(first) and each.name.endswith(last):
+                    self._store.delete(each.name)
+
+        list(self._made([delete], 1, LOOK_TIMEOUT_S))
+
+    def look(self) -> None:
+        """Sums up what is there, and deletes what is too much, those used least recently. Raises OSError."""
+        self._look_for(0)
+
+    def _look_for(self, num_bytes: int) -> None:
+        list(self._made([partial(self._look, num_bytes)], 1, LOOK_TIMEOUT_S))
+
+    def _look(self, num_bytes: int) -> None:
+        """`num_bytes`: are to have room."""
+        now, found = time.time(), list[StoredObject]()
+        for each in filter(lambda each: _NAME.fullmatch(each.name), self._store.objects()):
+            if each.name.endswith(_PART) and now - each.used_at > _OLD_S:
+                self._store.delete(each.name)
+            else:
+                found.append(each)
+        used = sum(each.size_bytes for each in found)
+        if used + num_bytes > self.limit_bytes:
+            found.sort(key=lambda each: each.used_at)
+            num = 0
+            while num < len(found) and used + num_bytes > FULL_SHARE * self.limit_bytes:
+                self._store.delete(found[num].name)
+                used -= found[num].size_bytes
+                num += 1
+            logger.info("the KV store was full: deleted the %d objects used least recently", num)
+        self.used_bytes, self._num_unseen = used, 0
+
+    def _make_room(self, num_bytes: int) -> None:
+        if self.used_bytes + num_bytes > self.limit_bytes or (self._num_unseen + num_bytes) * _LOOKS > self.limit_bytes:
+            self._look_for(num_bytes)
+        if self.used_bytes + num_bytes > self.limit_bytes:
+            raise OSError(f"the KV store has no room for {num_bytes} bytes, of {self.limit_bytes}")
+
+    # Waiting
+
+    def _made(self, calls: Iterable[Callable[[], T]], most: int, timeout_s: float) -> Iterator[T]:
+        """Yields the results of calls in their order, `most` of which are under way at a time."""
+        if time.monotonic() < self._away_until:
+            raise StoreSilent("the KV store did not answer in time, and is left alone for a while")
+        deadline, under_way = time.monotonic() + timeout_s, deque[Future[T]]()
+        try:
+            for call in calls:
+                under_way.append(self._begin(call))
+                if len(under_way) == most:
+                    yield self._result(under_way.popleft(), deadline)
+            while under_way:
+                yield self._result(under_way.popleft(), deadline)
+        finally:
+            for future in under_way:
+                future.cancel()
+
+    def _result(self, future: Future[T], deadline: float) -> T:
+        try:
+            return future.result(max(0.0, deadline - time.monotonic()))
+        except TimeoutError as error:
+            if future.done() and future.exception() is error:
+                raise  # the store's own
+            future.cancel()
+            self._away_until = time.monotonic() + AWAY_S
+            raise StoreSilent(f"the KV store did not answer in time, and is left alone for {AWAY_S:g} s") from error
+
+    def _begin(self, call: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        self._calls.put((future, call))  # type: ignore[arg-type]
+        return future
+
+    def _help(self) -> None:
+        while True:
+            future, call = self._calls.get()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)

@@ -1,0 +1,62 @@
+"""KV in a store that all workers share: prompts are loaded again after everything was restarted, and every output is
+what it is without the store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from chaos_fleet import await_true
+from cluster_fixture import BUNDLED_MODEL, PREFILL, single_process
+from test_integration_host_tier import BLOCK_BYTES, GREEDY, NUM_PROMPTS, POOL, ask_all, prompt_of, tier_of
+from workers import Worker, running
+
+COMMON = {"model_path": str(BUNDLED_MODEL), "kv_cache_tokens": POOL, "max_model_len": 512, "transport": "shm"}
+
+
+def settings_of(folder: Path, **more: object) -> dict[str, object]:
+    store = {"kv_store_path": str(folder), "kv_store_bytes": 64 << 20, "kv_host_bytes": 60 * BLOCK_BYTES}
+    return {**COMMON, **store, "metrics_port": 0, **more}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_prompts_are_found_in_the_store_after_everything_was_restarted(tp_size: int, tmp_path: Path) -> None:
+    prompts = [prompt_of(number) for number in range(NUM_PROMPTS)]
+    expected = [completions[0].token_ids for completions in single_process(prompts, [GREEDY] * len(prompts))]
+    settings = settings_of(tmp_path / "kv", role="prefill", tp_size=tp_size, kv_host_bytes=200 * BLOCK_BYTES)
+    first, decode = Worker(worker_id=PREFILL, **settings), Worker(worker_id="decode-0", role="decode", **COMMON)
+    with running(first, decode):
+        ask_all("first", prompts, expected, first, decode)
+    files = sorted((tmp_path / "kv").glob("*/*/*"))
+    assert len(files) >= NUM_PROMPTS * 20 * tp_size, "a worker that is stopped writes what it has"
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
+    again, decode = Worker(worker_id=PREFILL, **settings), Worker(worker_id="decode-0", role="decode", **COMMON)
+    with running(again, decode):
+        keys = ask_all("after", prompts, expected, again, decode)
+        tier = tier_of(again.info.metrics_address)
+        assert tier["fetched"] >= NUM_PROMPTS * 20 and tier["failed"] == 0, tier
+        assert min(again.outputs[key].num_cached_tokens for key in keys) >= 320
+
+
+@pytest.mark.timeout(300)
+def test_what_a_second_prompt_begins_with_is_there_when_its_worker_was_killed(tmp_path: Path) -> None:
+    prompts = [prompt_of(number) for number in range(2)]
+    expected = [completions[0].token_ids for completions in single_process(prompts, [GREEDY] * len(prompts))]
+    settings = settings_of(tmp_path / "kv", role="prefill")
+    decode = Worker(worker_id="decode-0", role="decode", **COMMON)
+    with running(decode):
+        killed = Worker(worker_id=PREFILL, **settings).connect()
+        ask_all("first", prompts, expected, killed, decode)
+        assert tier_of(killed.info.metrics_address)["pushed"] == 0, "nothing was reused"
+        ask_all("second", prompts, expected, killed, decode)
+        await_true(lambda: tier_of(killed.info.metrics_address)["pushed"] == 48, killed.ranks[0].stderr)
+        killed.ranks[0].popen.kill()
+        killed.ranks[0].stop()
+        killed.hang_up()
+        another = Worker(worker_id="prefill-1", **settings)
+        with running(another):
+            keys = ask_all("after", prompts, expected, another, decode)
+            assert [another.outputs[key].num_cached_tokens for key in keys] == [384, 384]
+            tier = tier_of(another.info.metrics_address)
+            assert tier["fetched"] == 48 and tier["failed"] == 0, tier

@@ -1,0 +1,200 @@
+"""Objects in a store: what is read is what was written there under this key, for this KV, or an error; and the store
+never has more than its room, whoever writes."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cluster.errors import Corrupted
+from kv_transfer import block_store
+from kv_transfer.block_store import FolderStore, StoreObjects, StoreSilent
+from kv_transfer.layout import KvLayout
+
+BYTES = 5000
+OBJECT = 4096 + BYTES
+KEYS = [(number % 2, bytes([number]) * 16) for number in range(12)]
+LAYOUT = KvLayout(2, 2, 8, "float32", 2, 16, "model@revision")
+
+
+def block_of(key: tuple[int, bytes]) -> bytes:
+    return (bytes([key[0]]) + key[1] * 400)[:BYTES]
+
+
+def opened(
+    folder: Path, layout: KvLayout = LAYOUT, form: str = "native", rank: int = 0, limit: int = 1 << 20
+) -> StoreObjects:
+    return StoreObjects(FolderStore(folder), layout, form, rank, BYTES, limit)
+
+
+def push(objects: StoreObjects, keys: Sequence[tuple[int, bytes]] = KEYS) -> None:
+    objects.push(keys, map(block_of, keys))
+
+
+def files_of(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def test_blocks_come_back_in_another_process_and_only_their_owner_can_read_them(tmp_path: Path) -> None:
+    push(opened(tmp_path / "kv"))
+    again = opened(tmp_path / "kv")
+    order = [KEYS[number] for number in (3, 11, 0, 7)]
+    assert again.find([*order, (0, b"x" * 16)], 5.0) == [True] * 4 + [False]
+    assert [bytes(block) for block in again.fetch(order)] == list(map(block_of, order))
+    files = files_of(tmp_path)
+    assert len(files) == len(KEYS) and {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
+    folders = [path for path in tmp_path.rglob("*") if path.is_dir()]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folders} == {0o700}
+
+
+OTHERS = {
+    "model": {"layout": replace(LAYOUT, model="other@revision")},
+    "revision": {"layout": replace(LAYOUT, model="model@another")},
+    "type": {"layout": replace(LAYOUT, dtype="bfloat16")},
+    "ranks": {"layout": replace(LAYOUT, tp_size=1)},
+    "tokens of a block": {"layout": replace(LAYOUT, block_size=32)},
+    "rounding": {"form": "int8"},
+    "rank": {"rank": 1},
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_kv_of_another_kind_is_never_found_nor_read_under_another_name(what: str, tmp_path: Path) -> None:
+    mine, other = opened(tmp_path), opened(tmp_path, **OTHERS[what])
+    push(mine)
+    assert not any(other.find(KEYS, 5.0))
+    with pytest.raises(FileNotFoundError):
+        list(other.fetch(KEYS[:1]))
+    place = tmp_path / other.name_of(KEYS[0])
+    place.parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / mine.name_of(KEYS[0])).rename(place)
+    with pytest.raises(Corrupted, match="damaged, or another block"):
+        list(other.fetch(KEYS[:1]))
+
+
+def test_an_object_that_was_changed_cut_off_or_is_another_block_is_refused_and_deleted(tmp_path: Path) -> None:
+    objects = opened(tmp_path)
+    for number, key in enumerate(KEYS):
+        push(objects, [key])
+        path = tmp_path / objects.name_of(key)
+        content = bytearray(path.read_bytes())
+        match number % 4:
+            case 0:
+                content[4096 + number * 400] ^= 1 << number % 8
+            case 1:
+                content[number * 8] ^= 1 << number % 8
+            case 2:
+                del content[number * OBJECT // len(KEYS) :]
+            case 3:
+                push(objects, KEYS[:1])
+                content = bytearray((tmp_path / objects.name_of(KEYS[0])).read_bytes())
+        path.write_bytes(content)
+        with pytest.raises(Corrupted):
+            list(objects.fetch([key]))
+        assert not path.exists()
+
+
+def test_whoever_writes_deletes_what_was_used_least_recently_and_what_killed_writers_left(tmp_path: Path) -> None:
+    limit = 24 * OBJECT
+    stores = [opened(tmp_path, rank=rank, limit=limit) for rank in (0, 1)]
+    (tmp_path / "mine.txt").write_text("not Baton's")
+    foreign = tmp_path / "a" / "b" / "mine.txt"
+    foreign.parent.mkdir(parents=True)
+    foreign.write_text("not Baton's")
+    push(stores[0], KEYS[:1])
+    part = (tmp_path / stores[0].name_of(KEYS[0])).with_suffix(".r0.node-1-1.part")
+    part.write_bytes(b"half")
+    for number, path in enumerate(files_of(tmp_path)):
+        os.utime(path, (1.0 + number, 1.0 + number))
+    for number in range(60):
+        new = [(0, bytes([number, rank]) * 8) for rank in (0, 1)]
+        for objects, key in zip(stores, new, strict=True):
+            push(objects, [key])
+        used = sum(path.stat().st_size for path in files_of(tmp_path))
+        assert used <= limit + OBJECT, "each may be behind by what the other one wrote"
+    assert not part.exists() and foreign.exists() and (tmp_path / "mine.txt").exists()
+    assert all(objects.find([key], 5.0) == [True] for objects, key in zip(stores, new, strict=True))
+    assert stores[0].find(KEYS[:1], 5.0) == [False]
+
+
+def test_many_writers_that_delete_at_once_do_not_fail(tmp_path: Path) -> None:
+    limit, failed = 12 * OBJECT, list[Exception]()
+
+    def write(rank: int) -> None:
+        objects = opened(tmp_path, rank=0, limit=limit)
+        try:
+            for number in range(40):
+                push(objects, [(0, bytes([number, rank]) * 8), (0, bytes([number]) * 16)])
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=write, args=(rank,)) for rank in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    objects = opened(tmp_path, limit=limit)
+    objects.look()
+    assert objects.used_bytes == sum(path.stat().st_size for path in files_of(tmp_path)) <= limit
+    assert not list(tmp_path.rglob("*.part"))
+
+
+def test_a_flush_deletes_what_this_rank_has_of_this_kv_alone(tmp_path: Path) -> None:
+    mine, others = opened(tmp_path), [opened(tmp_path, **other) for other in OTHERS.values()]
+    for objects in (mine, *others):
+        push(objects, KEYS[:2])
+    mine.flush()
+    assert not any(mine.find(KEYS, 5.0))
+    assert all(other.find(KEYS[:2], 5.0) == [True, True] for other in others)
+
+
+def test_a_folder_that_vanished_is_an_error_and_is_not_made_again(tmp_path: Path) -> None:
+    objects = opened(tmp_path / "kv")
+    push(objects)
+    (tmp_path / "kv").rename(tmp_path / "gone")
+    for call in (lambda: push(objects), lambda: objects.find(KEYS, 5.0), lambda: list(objects.fetch(KEYS))):
+        with pytest.raises(FileNotFoundError):
+            call()
+    assert not (tmp_path / "kv").exists()
+    (tmp_path / "gone").rename(tmp_path / "kv")
+    assert len(list(objects.fetch(KEYS))) == len(KEYS)
+
+
+class StuckStore(FolderStore):
+    """Reads and writes wait until it is let go."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.goes_on = threading.Event()
+
+    def get(self, name: str) -> bytes:
+        assert self.goes_on.wait(30.0)
+        return super().get(name)
+
+
+def test_a_store_that_is_stuck_is_waited_for_once_and_left_alone_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = StuckStore(tmp_path)
+    objects = StoreObjects(store, LAYOUT, "native", 0, BYTES, 1 << 20)
+    push(objects)
+    monkeypatch.setattr(block_store, "MOVE_TIMEOUT_S", 0.05)
+    with pytest.raises(StoreSilent, match="did not answer in time"):
+        list(objects.fetch(KEYS))
+    begun = time.monotonic()
+    for call in (lambda: list(objects.fetch(KEYS)), lambda: push(objects), lambda: objects.find(KEYS, 5.0)):
+        with pytest.raises(StoreSilent, match="left alone"):
+            call()
+    assert time.monotonic() - begun < 1.0
+    store.goes_on.set()
+    monkeypatch.setattr(block_store, "MOVE_TIMEOUT_S", 5.0)
+    objects._away_until = 0.0
+    assert [bytes(block) for block in objects.fetch(KEYS)] == list(map(block_of, KEYS))

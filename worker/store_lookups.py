@@ -1,0 +1,112 @@
+"""Owns the requests of a worker that wait to hear what the store has of their prompts; holds up no other.
+
+add -> (looked up aside, on a thread of its own) -> the books learn what is there -> admitted
+  the router cancels it, or is gone -> forgotten
+
+A store that does not answer in time, or fails, has nothing: the request goes on with what is here.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from queue import SimpleQueue
+
+from cluster.lifecycle import RequestKey
+from engine.kv.kv_tier import TierKey
+from engine.kv.stored_blocks import StoredBlocks
+from engine.sequence import Request
+from kv_transfer.block_store import StoreObjects
+from worker.grammar_queue import WaitingAdmit, WaitingAdmits
+
+logger = logging.getLogger(__name__)
+
+LOOK_UP_S = 0.5
+"""The most that a request waits for the store to say what it has."""
+_ROWS = 32
+"""Blocks of a prompt that are asked for at a time."""
+
+
+@dataclass
+class LookUpCounts:
+    """Look-ups since the start."""
+
+    found: int = 0
+    nothing: int = 0
+    failed: int = 0
+    seconds: float = 0.0
+
+
+class StoreLookups(WaitingAdmits):
+    """Requests whose prompts are looked up in `objects`, rank 0's part of the store. Runs on the engine thread."""
+
+    def __init__(
+        self,
+        objects: StoreObjects,
+        blocks: StoredBlocks,
+        post: Callable[..., None],
+        admit: Callable[[WaitingAdmit], None],
+    ) -> None:
+        """`post` has a call made on the engine thread; `admit` is called there."""
+        super().__init__()
+        self.objects, self.counts = objects, LookUpCounts()
+        self._blocks, self._post, self._admit = blocks, post, admit
+        self._asked: SimpleQueue[tuple[RequestKey, list[list[TierKey]]]] = SimpleQueue()
+        threading.Thread(target=self._look_up_all, name="kv-lookup", daemon=True).start()
+
+    def takes(self, waiting: WaitingAdmit, request: Request) -> bool:
+        """Whether a request has to wait, and is admitted later; False: nothing of it can be in the store alone."""
+        if not request.use_prefix_cache or request.prompt_logprobs is not None:
+            return False
+        tokens = (*request.prompt_token_ids, *request.known_start)
+        rows = self._blocks.to_look_up(tokens, request.cache_salt)
+        if not rows:
+            return False
+        self._waiting[request.key] = waiting
+        self._asked.put((request.key, rows))
+        return True
+
+    def _look_up_all(self) -> None:
+        """On the thread of look-ups, for as long as the process lives."""
+        try:
+            self.objects.look()
+        except OSError as error:
+            logger.warning("the KV store cannot be read: %s", error)
+        while True:
+            key, rows = self._asked.get()
+            begun, problem, found = time.monotonic(), "", list[TierKey]()
+            try:
+                found = self._look_up(rows, begun + LOOK_UP_S)
+            except OSError as error:
+                problem = str(error) or type(error).__name__
+            self._post(self._looked_up, key, found, problem, time.monotonic() - begun)
+
+    def _look_up(self, rows: Sequence[Sequence[TierKey]], deadline: float) -> list[TierKey]:
+        """What is there, up to the first block of which nothing is."""
+        found = list[TierKey]()
+        begin, num = 0, 1  # most prompts have nothing there
+        while begin < len(rows):
+            keys = list(chain.from_iterable(rows[begin : begin + num]))
+            are_there = self.objects.find(keys, max(0.0, deadline - time.monotonic()))
+            found += [key for key, is_there in zip(keys, are_there, strict=True) if is_there]
+            if not any(are_there[-len(rows[0]) :]):
+                break
+            begin, num = begin + num, _ROWS
+        return found
+
+    def _looked_up(self, key: RequestKey, found: Sequence[TierKey], problem: str, seconds: float) -> None:
+        counts = self.counts
+        counts.seconds += seconds
+        counts.found += bool(found)
+        counts.nothing += not found and not problem
+        counts.failed += bool(problem)
+        if problem:
+            logger.warning("the KV store was not asked what it has of a prompt, which is computed: %s", problem)
+        self._blocks.learn(found)
+        waiting = self._waiting.pop(key, None)
+        if waiting is not None:
+            self._admit(waiting)
