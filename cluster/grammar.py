@@ -12,6 +12,7 @@ process the tokens so far, leads to the same masks. Nothing here knows requests,
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 import signal
@@ -20,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from cluster.grammar_forker import GrammarForker
 from cluster.grammar_protocol import (
@@ -39,7 +41,7 @@ from cluster.grammar_protocol import (
     slot_bytes,
 )
 
-MOST_WAITING = 10
+MOST_WAITING = 5
 
 
 class GrammarFailed(ValueError):
@@ -61,7 +63,7 @@ class GrammarLimits:
     compile_s: float = 2.0
     """Processor time to compile; it may take `MOST_WAITING` times as long beside other work."""
     follow_s: float = 1.0
-    """Time for one mask."""
+    """Processor time for one mask, as before."""
     memory_bytes: int = 256 << 20
     """Address space beyond what the process begins with."""
     niceness: int = 0
@@ -253,15 +255,17 @@ class GrammarProcess:
     def _await(self, slot: int, question: int) -> None:
         """Returns when it is answered. Raises as `wait`."""
         self._forker.flush()
-        latest, deadline = -1, 0.0
+        latest, began, used_s = -1, 0.0, 0.0
+        follow_s = self._limits.follow_s
         while self._answered[slot] >> 1 != question:
             if self._failure is not None:
                 raise self._failure if question == self._suspect else GrammarLost(str(self._failure))
             if self._answered[LATEST] != latest:
-                latest, deadline = self._answered[LATEST], time.monotonic() + self._limits.follow_s
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                self._fail(GrammarTooSlow(f"it takes more than {self._limits.follow_s:g} s to follow"))
+                latest, began, used_s = self._answered[LATEST], time.monotonic(), _processor_s(self.pid)
+            waited_s = time.monotonic() - began
+            left_s = follow_s - (waited_s if waited_s < follow_s else _processor_s(self.pid) - used_s)
+            if left_s <= 0 or waited_s >= MOST_WAITING * follow_s:
+                self._fail(GrammarTooSlow(f"it takes more than {follow_s:g} s to follow"))
             elif not self._forker.has_exited(self._number):
                 self._forker.wait(left_s)
             elif self._answered[slot] >> 1 != question:
@@ -290,3 +294,12 @@ class GrammarProcess:
             return GrammarLost("the process of the grammar was ended")
         name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         return GrammarFailed(f"{doing} it crashed the compiler ({name}); simplify it")
+
+
+def _processor_s(pid: int) -> float:
+    """What a process has had of processors, as far as is known."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text("ascii").rpartition(")")[2].split()
+    except OSError:
+        return math.inf
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

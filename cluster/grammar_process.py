@@ -62,6 +62,7 @@ _LIMITS = LLParserLimits(
 )
 _WHITESPACE = r"[ \t\r\n]{1,32}"
 """Whitespace between the parts of JSON: bounded, since a model that likes line breaks would write nothing else."""
+_NOTHING = b"no token of this model can follow"
 _PR_SET_PDEATHSIG = 1
 _PARENT_GONE = 1
 
@@ -304,9 +305,10 @@ class _Follower:
                     if token_id < self._vocab_size:
                         mask[token_id >> 3] |= 1 << (token_id & 7)
             self._memory[begin : begin + self._row_bytes] = bytes(mask)
-            problem = b"" if mask.count(0) < len(mask) else b"no token of this model can follow"
+            problem = b"" if mask.count(0) < len(mask) else _NOTHING
         if matcher.is_error():
-            problem = matcher.get_error().partition("\n")[0].encode() or b"the tokens do not fit"
+            said = matcher.get_error().partition("\n")[0]
+            problem = _NOTHING if said == "NoExtensionBias" else said.encode() or b"the tokens do not fit"
         if problem:
             text = PROBLEM.pack(len(problem[:MOST_PROBLEM_BYTES])) + problem[:MOST_PROBLEM_BYTES]
             self._memory[begin : begin + len(text)] = text

@@ -145,7 +145,7 @@ class EngineSection:
     groups of `expert_parallel` where that evens their load out by 5 % or more, a layer between two steps; 0: never.
     The same tokens may then be added up in another order, so that a request's last bits depend on when it ran."""
     grammar_timeout_s: float = bounded(2.0, above=0, at_most=DAY_S, is_fixed=True, shared_why=_GRAMMARS)
-    """A constraint on an output that takes more processor time to compile, or ten times as long on a busy machine, is
+    """A constraint on an output that takes more processor time to compile, or five times as long on a busy machine, is
     refused; routers go by it, too."""
     grammar_memory_bytes: int = bounded(
         256 * 1024 * 1024, at_least=2**20, at_most=2**40, is_fixed=True, shared_why=_GRAMMARS

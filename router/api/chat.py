@@ -129,11 +129,18 @@ def _check_tools(
             names.add(name)
         if parameters is not None and not isinstance(parameters, Mapping):
             violations.add(f"{path}.function.parameters", "must be a JSON schema of an object")
+        elif parameters and not _is_of_objects(parameters.get("type", "object")):
+            what = f"must be a JSON schema of an object (its type is {shortened(json.dumps(parameters['type']))})"
+            violations.add(f"{path}.function.parameters", what)
     for name in choice.names:
         if name not in names:
             violations.add(f"{field}.tool_choice", f"names {shortened(name)!r}, which is not among the tools")
     if choice.mode == generation_pb2.ToolChoice.MODE_REQUIRED and not tools:
         violations.add(f"{field}.tool_choice", "asks for a call, and there are no tools")
+
+
+def _is_of_objects(kind: object) -> bool:
+    return kind == "object" or (isinstance(kind, list) and "object" in kind)
 
 
 def _check_message(message: dict[str, Any], violations: Violations, field: str, called: set[str]) -> None:

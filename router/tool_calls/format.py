@@ -32,7 +32,7 @@ class Tool:
 
     def schema(self) -> dict[str, Any]:
         """The schema as grammars take it."""
-        return {"type": "object", **self.parameters, "x-guidance": self.options}
+        return {**self.parameters, "type": "object", "x-guidance": self.options}
 
 
 class ToolFormat(ABC):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import resource
 import signal
@@ -80,6 +81,28 @@ def test_a_grammar_may_compile_for_longer_on_a_machine_that_is_busy() -> None:
         assert mask(processes.compile("ab", "regex")) == mask(first)
         timer.join()
         assert time.monotonic() - began > 0.5
+
+
+def test_a_mask_may_take_longer_on_a_machine_that_is_busy() -> None:
+    with contextlib.closing(new_processes(follow_s=0.4)) as processes:
+        process = processes.compile("ab", "regex")
+        before = mask(process)
+        os.kill(process.pid, signal.SIGSTOP)
+        timer = Timer(0.8, os.kill, (process.pid, signal.SIGCONT))
+        timer.start()
+        assert mask(process) == before
+        timer.join()
+
+
+def test_a_schema_without_any_value_says_that_nothing_can_follow(processes: GrammarProcesses) -> None:
+    properties = {"a": {"$ref": "#/$defs/b"}}
+    definitions = {"b": {"$ref": "#/$defs/c"}, "c": {"$ref": "#/$defs/b"}}
+    schema = {"type": "object", "properties": properties, "required": ["a"], "$defs": definitions}
+    process = processes.compile(json.dumps(schema), "json_schema")
+    slot = process.begin()
+    assert slot is not None
+    process.ask(slot, 0, TOKENIZER.encode('{"a":', add_special_tokens=False).ids)
+    assert process.wait(slot) == "no token of this model can follow"
 
 
 def test_a_grammar_that_takes_too_much_memory_is_named() -> None:

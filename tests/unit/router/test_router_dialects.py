@@ -102,6 +102,8 @@ async def test_a_tool_that_is_wrong_is_named_where_it_is(http: Any, path: str, i
         (tool(path), name),
         (tool(path, "a b"), name),
         (tool(path, "v", nowhere, strict=True), schema),
+        (tool(path, "v", {"type": "string"}), schema),
+        (tool(path, "v", {"type": None}), schema),
     ):
         assert await refused(http, path, asked(path, tools=[tool(path), wrong], stream=is_streamed)) == place
 
