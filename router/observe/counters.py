@@ -95,9 +95,17 @@ FETCHES = Metric(
 FETCHED_TOKENS = Metric(
     "baton_prefix_fetched_tokens_total", "counter", "Tokens of prefixes that workers have fetched from others."
 )
+COPIES_AHEAD = Metric(
+    "baton_prefix_copies_ahead_total",
+    "counter",
+    "Prefixes that many prompts begin with and that one more prefill worker was to have before a prompt needs it, by "
+    "why: the next one would have waited for those that have it (queue), or such prompts take more than half of their "
+    "time (share). Each is one of baton_prefix_fetches_total as well.",
+    (("why", ("queue", "share")),),
+)
 COUNTER_METRICS = (
     *(REQUESTS, RETRIES, REFUSALS, ORPHANS, PLACEMENTS, BATCH_LINES, EJECTIONS),
-    *(FETCHES, FETCHED_TOKENS),
+    *(FETCHES, FETCHED_TOKENS, COPIES_AHEAD),
 )
 
 
@@ -125,6 +133,8 @@ class Counters:
     fetches: Counter[str] = field(default_factory=Counter)
     """Fetches of prefixes that are over, by a result of FETCHES."""
     fetched_tokens: int = 0
+    copies_ahead: Counter[str] = field(default_factory=Counter)
+    """Prefixes that were fetched ahead of requests, by why."""
     orphaned: int = 0
     """Requests cancelled because their client had left and nobody resumed them."""
 
@@ -142,4 +152,5 @@ class Counters:
         yield counter_family(EJECTIONS, self.ejected.copy())
         yield counter_family(FETCHES, self.fetches.copy())
         yield CounterMetricFamily(FETCHED_TOKENS.name, FETCHED_TOKENS.doc, value=self.fetched_tokens)
+        yield counter_family(COPIES_AHEAD, self.copies_ahead.copy())
         yield CounterMetricFamily(ORPHANS.name, ORPHANS.doc, value=self.orphaned)

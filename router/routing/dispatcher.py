@@ -17,13 +17,14 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
 from cluster import rpc
 from cluster.demand import Demand
 from cluster.errors import Aborted, BatonError, DeadlineExceeded, Overloaded
-from cluster.lifecycle import RequestState
+from cluster.lifecycle import RequestKey, RequestState
 from cluster.pb import worker_pb2
 from cluster.settings import RouterSettings
 from router.observe.counters import Counters
@@ -31,7 +32,8 @@ from router.queue.admission import AdmissionRequest
 from router.queue.waiting_queue import WaitingQueue
 from router.routing.demand import DemandWindow
 from router.routing.fleet import Fleet, MakeClient, WorkerAddress
-from router.routing.load_tracker import Charge
+from router.routing.hot_prefixes import Copy, HotPrefixes
+from router.routing.load_tracker import Charge, FetchedPrefix, Placement
 from router.routing.lost_workers import RequestRecovery
 from router.routing.migration import MOST_ROOMS, DecodeRoom, choose_moves, residents_of, why_emptied
 from router.routing.policies import policy_class
@@ -103,6 +105,7 @@ class Dispatcher:
         self.running = RunningRequests(
             self.fleet, self._policy, self.admission, self.counters, clock, settings.router.session_ttl_s
         )
+        self._hot = HotPrefixes(self.context)
         self._recovery = RequestRecovery(
             self.fleet, self.waiting, self.running, self.counters, self._demand, clock, self._pump
         )
@@ -345,6 +348,7 @@ class Dispatcher:
         self._recovery.place_suspects()
         while (live := self.waiting.next()) is not None:
             placement = self.running.start(live)
+            self._copy_ahead(live, placement)
             if live.retry.num_attempts == 1:
                 work, sampling = live.to_place.work, live.request.sampling
                 prompt, cached = work.num_prompt_tokens, placement.num_cached_tokens
@@ -356,6 +360,22 @@ class Dispatcher:
             self._next_heartbeat = asyncio.get_running_loop().call_later(HEARTBEAT_S, self._send_heartbeats)
         if not self.waiting and not self.running:
             self._became_idle.set()
+
+    def _copy_ahead(self, live: LiveRequest, placement: Placement) -> None:
+        """Has a prefix that a request shares with many copied to one more worker, if it is time for that."""
+        copy = self._hot.placed(live.to_place, placement, self.fleet.candidates(live.placed_revision)[0])
+        if copy is None:
+            return
+        key = RequestKey(f"{live.key.request_id}/hot-{live.key.attempt}", 1)
+        fetch, holder, target = copy.fetch, self.fleet[copy.fetch.holder_id], self.fleet[copy.target_id]
+        self.counters.copies_ahead[copy.why] += 1
+        text = "a prefix of %d tokens is copied ahead of requests from %s to %s: %s"
+        log.info(text, fetch.num_tokens, holder.worker_id, target.worker_id, copy.explanation)
+        over = partial(self._copied_ahead, copy)
+        self.running.fetches.begin(copy, key, fetch, holder, target, live.to_place.prompt, over)
+
+    def _copied_ahead(self, copy: Copy, fetched: FetchedPrefix) -> None:
+        self._hot.over(copy)
 
     def _send_heartbeats(self) -> None:
         """Sends clients whose requests have no tokens yet the request's phase and place in the queue."""
