@@ -3,12 +3,13 @@
     python -m benchmarks.kv_tiers --rounds 3 --json
     python -m benchmarks.kv_tiers --model DIR --sessions 24 --turns 4
     python -m benchmarks.kv_tiers --rolling --sessions 12 --turns 3
+    python -m benchmarks.kv_tiers --restart --sessions 12 --turns 3
 
 Sessions of agents in turn, so that each comes back after all others: one of a few system prompts, a context that grows
 with each answer and each addition, one request at a time. Their contexts together are `--times` the pool of the one
 worker. The same requests go to clusters with nothing below the pool, with host memory for all, and with little host
-memory above a disk for all; then, where the pool holds everything, to one without and one with host memory. The
-clusters of a round are measured one after the other, in an order that turns. For each:
+memory above a disk, or a store, for all; then, where the pool holds everything, to one without and one with host
+memory. The clusters of a round are measured one after the other, in an order that turns. For each:
 
     computed   prompt tokens that were computed, of all
     cached     prompt tokens that were cached, of those that a cache without bounds would have had
@@ -16,7 +17,8 @@ clusters of a round are measured one after the other, in an order that turns. Fo
 
 With `--rolling`, clusters of `baton serve` with a prefill and a decode worker that are replaced, one by one, by a
 change of a rolling key under that load: what was cached of what could be, in the last turn of all sessions before the
-change, in those during it, and in the first one after it.
+change, in those during it, and in the first one after it. With `--restart`, everything but the store is stopped and
+started anew before the last turn.
 """
 
 from __future__ import annotations
@@ -169,6 +171,23 @@ def roll(args: argparse.Namespace, load: Load, values: Mapping[str, Any], num_va
     }
 
 
+def restart(args: argparse.Namespace, load: Load, values: Mapping[str, Any], num_values: int) -> dict[str, float]:
+    """Everything is stopped before the last turn, and started anew; what lies in the store is left."""
+    sessions = Sessions(load, num_values)
+    with tempfile.TemporaryDirectory(prefix="baton-store-") as folder:
+        stored = {**values, "kv_store_path": folder}
+        with serving(args.model, load, stored) as client:
+            turns = [sessions.turn(client) for _ in range(load.num_turns - 1)]
+        with serving(args.model, load, stored) as client:
+            after = sessions.turn(client)
+    return {
+        "before": round(turns[-1].share, 3),
+        "after": round(after.share, 3),
+        "computed": after.prompt_tokens - after.cached_tokens,
+        "ttft_p50_ms": round(1000 * statistics.median(after.ttft_s), 1),
+    }
+
+
 @contextmanager
 def serving(model: Path, load: Load, values: Mapping[str, Any]) -> Iterator[BatonClient]:
     """One worker for both phases."""
@@ -179,7 +198,7 @@ def serving(model: Path, load: Load, values: Mapping[str, Any]) -> Iterator[Bato
         file.write_text(set_values(text, one))
         plan = plan_cluster(load_config(file), num_gpus=0, num_cores=len(os.sched_getaffinity(0)))
         more = {"max_model_len": (-(-load.most_tokens // BLOCK) + 1) * BLOCK, "block_size": BLOCK}
-        more |= {"kv_disk_path": folder, **values}
+        more |= {"kv_disk_path": folder, "kv_store_path": f"{folder}/store", **values}
         (worker,) = plan.workers
         worker = replace(worker, ranks=tuple(rank.with_values(**more) for rank in worker.ranks))
         with (
@@ -198,6 +217,11 @@ def configurations(load: Load, times: float, bytes_per_token: int) -> dict[str, 
         "device only": {"kv_cache_tokens": pool},
         "host memory": {"kv_cache_tokens": pool, "kv_host_bytes": host},
         "host and disk": {"kv_cache_tokens": pool, "kv_host_bytes": pool * bytes_per_token, "kv_disk_bytes": 2 * host},
+        "host and store": {
+            "kv_cache_tokens": pool,
+            "kv_host_bytes": pool * bytes_per_token,
+            "kv_store_bytes": 2 * host,
+        },
         "fits, device only": {"kv_cache_tokens": whole},
         "fits, host memory": {"kv_cache_tokens": whole, "kv_host_bytes": host},
         "fits, host and disk": {"kv_cache_tokens": whole, "kv_host_bytes": host, "kv_disk_bytes": 2 * host},
@@ -231,6 +255,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rolling", action="store_true", help="replace the workers of a served cluster")
+    parser.add_argument("--restart", action="store_true", help="stop everything, and start it anew")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     load = Load(args.sessions, args.turns, args.first, args.more, args.output, args.seed)
@@ -239,6 +264,10 @@ def main() -> int:
     if args.rolling:
         for name in ("device only", "host and disk", "fits, host and disk"):
             print(name, json.dumps(roll(args, load, wanted[name], config.vocab_size - 5)))
+        return 0
+    if args.restart:
+        for name in ("device only", "host and disk", "host and store"):
+            print(name, json.dumps(restart(args, load, wanted[name], config.vocab_size - 5)))
         return 0
     runs: dict[str, list[Measured]] = {name: [] for name in wanted}
     for number in range(args.rounds):

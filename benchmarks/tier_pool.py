@@ -37,9 +37,12 @@ from cluster.kv_groups import slot_bytes_of
 from cluster.pb import worker_pb2
 from cluster.prefix_hash import prefix_hashes
 from engine.kv.kv_tier import BlockMove, MoveKind
+from engine.kv.stored_blocks import StoredBlocks
 from engine.kv.tiered_blocks import TieredBlocks
+from kv_transfer.block_store import FolderStore, StoreObjects
 from kv_transfer.copy_streams import CopyStreams
 from kv_transfer.disk_slots import DiskSlots
+from kv_transfer.layout import KvLayout
 from kv_transfer.tier_copies import TierCopies
 from router.routing.prefix_index import Holders, PrefixIndex
 
@@ -63,12 +66,24 @@ class Shape:
 class TieredPool:
     """`wrong` counts blocks that were found with another content than their tokens'."""
 
-    def __init__(self, shape: Shape, num_blocks: int, num_slots: int, num_disk_slots: int, file: Path) -> None:
-        self.shape, self.file = shape, file
+    def __init__(
+        self,
+        shape: Shape,
+        num_blocks: int,
+        num_slots: int,
+        num_disk_slots: int,
+        file: Path,
+        store: tuple[Path, int] | None = None,
+    ) -> None:
+        """`store`: the folder of one, and its room in bytes; everything is pushed there."""
+        self.shape, self.file, self.store = shape, file, store
         self._kv = torch.zeros(shape.layers, 2, num_blocks, shape.tokens, shape.heads, shape.head_dim)
         self._rows = self._kv.flatten(3).view(torch.uint8).numpy()  # [L, P, N, bytes]
         self._copies = TierCopies(self._kv, num_slots, CopyStreams(self._kv.device, None))
-        self.blocks = TieredBlocks(num_blocks, shape.tokens, num_slots=num_slots, num_disk_slots=num_disk_slots)
+        sizes = {"num_slots": num_slots, "num_disk_slots": num_disk_slots}
+        self.blocks = TieredBlocks(num_blocks, shape.tokens, **sizes)
+        if store is not None:
+            self.blocks = StoredBlocks(num_blocks, shape.tokens, policy="all", **sizes)
         self._num_disk_slots = num_disk_slots
         self.wrong = 0
         self.errors: list[str] = []
@@ -81,6 +96,12 @@ class TieredPool:
             self._copies.disk = disk
             self.blocks.find_again(disk.keys())
 
+        if self.store is not None:
+            shape, (folder, limit) = self.shape, self.store
+            layout = KvLayout(shape.layers, shape.heads, shape.head_dim, "float32", 1, shape.tokens, "tier pool")
+            objects = StoreObjects(FolderStore(folder), layout, "native", 0, shape.block_bytes, limit)
+            self._copies.store = objects
+
     def close(self) -> None:
         if self._copies.disk is not None:
             self._copies.disk.close()
@@ -89,7 +110,7 @@ class TieredPool:
         """Another life: what the file holds is all that is left."""
         self.close()
         sizes = self.blocks.num_total, self.blocks.host.num_total, self._num_disk_slots
-        pool = TieredPool(self.shape, *sizes, self.file)
+        pool = TieredPool(self.shape, *sizes, self.file, self.store)
         pool.wrong = self.wrong
         return pool
 
@@ -97,6 +118,7 @@ class TieredPool:
         """A prompt comes, is loaded as far as it is there, computed behind that, and goes; returns the tokens that were
         loaded or cached."""
         blocks = self.blocks
+        self.look_up(tokens)
         while (arrived := blocks.have_arrived(table := blocks.match_prefix(tokens))) is not True:
             if arrived is None:
                 self.move()
@@ -110,6 +132,17 @@ class TieredPool:
         blocks.release(table)
         self.move()
         return num_found * self.shape.tokens
+
+    def look_up(self, tokens: Sequence[int]) -> None:
+        """Tells the books what the store has of a prompt; nothing of one that cannot be asked."""
+        blocks, objects = self.blocks, self._copies.store
+        if objects is None or not isinstance(blocks, StoredBlocks):
+            return
+        keys = [key for row in blocks.to_look_up(tokens, b"") for key in row]
+        try:
+            blocks.learn(key for key, is_there in zip(keys, objects.find(keys, 5.0), strict=True) if is_there)
+        except OSError as error:
+            self.errors.append(str(error))
 
     def compute(self, tokens: Sequence[int], table: Sequence[int], num_found: int) -> None:
         """Counts what is wrong in the blocks that were found, and writes the others."""
@@ -131,6 +164,10 @@ class TieredPool:
                 self._copies.spill(move.sources, move.targets, move.keys)
             case MoveKind.READ:
                 self._copies.read(move.targets, move.sources, move.keys)
+            case MoveKind.PUSH:
+                self._copies.push(move.sources, move.keys)
+            case MoveKind.FETCH:
+                self._copies.fetch(move.targets, move.keys)
 
     def move(self) -> None:
         """Makes all copies that are wanted now."""
@@ -155,6 +192,9 @@ class Books(TieredPool):
     def __init__(self, shape: Shape, num_blocks: int, num_slots: int, num_disk_slots: int) -> None:
         self.shape = shape
         self.blocks = TieredBlocks(num_blocks, shape.tokens, num_slots=num_slots, num_disk_slots=num_disk_slots)
+
+    def look_up(self, tokens: Sequence[int]) -> None:
+        pass
 
     def compute(self, tokens: Sequence[int], table: Sequence[int], num_found: int) -> None:
         pass

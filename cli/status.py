@@ -132,7 +132,7 @@ def _describe_worker(worker: WorkerStatus) -> dict[str, Any]:
 def _tiers(worker: WorkerStatus) -> Iterator[dict[str, Any]]:
     """Where a worker keeps KV, its pool first; nothing of one that has not answered."""
     info, stats = worker.info, worker.stats
-    sizes = {"device": info.pool_bytes, "host": info.host_bytes, "disk": info.disk_bytes}
+    sizes = {"device": info.pool_bytes, "host": info.host_bytes, "disk": info.disk_bytes, "store": info.store_bytes}
     used = stats.blocks_held + stats.blocks_cached
     device = ("device", used, stats.blocks_total, stats.num_hit_tokens)
     below = ((t.tier, t.blocks_kept, t.blocks_total, t.num_hit_tokens) for t in stats.tiers)

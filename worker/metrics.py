@@ -31,6 +31,7 @@ from worker.handoff_metrics import HANDOFF_METRICS, HandoffMetrics
 from worker.peaks import Peak, PeakOnDemand, measure_cpu, overridden, peak_of_gpu
 from worker.resolved import Resolved
 from worker.step_meter import StepMeter
+from worker.store_lookups import LookUpCounts
 from worker.tier_moves import TierMoves
 
 logger = logging.getLogger(__name__)
@@ -82,11 +83,12 @@ PREEMPTIONS = Metric(
     "counter",
     "Sequences that gave up their KV blocks to others, to be computed again: with many of them the pool is too small.",
 )
-TIERS, TIER_STATES = ("host", "disk"), ("free", "moving", "kept")
+TIERS, TIER_STATES = ("host", "disk", "store"), ("free", "moving", "kept")
 TIER_BLOCKS = Metric(
     "baton_kv_tier_blocks",
     "gauge",
-    "Blocks in the tiers below the KV pool, host memory and disk: free, on their way there, and kept.",
+    "Blocks in the tiers below the KV pool, host memory and disk: free, on their way there, and kept. store: of all "
+    "workers that share it, as when this one looked last, in blocks of this worker's size.",
     (("tier", TIERS), ("state", TIER_STATES)),
 )
 TIER_EVENTS = tuple(field.name for field in fields(TierCounts))
@@ -94,7 +96,8 @@ TIER_EVENTS_TOTAL = Metric(
     "baton_kv_tier_events_total",
     "counter",
     "Blocks by what became of them. saved: copied to host memory; spilled: copied from there to the disk; loaded and "
-    "read: copied back from host memory and from the disk, so that nobody computed their tokens; given_up: left the "
+    "read: copied back from host memory and from the disk, so that nobody computed their tokens; pushed: copied from "
+    "host memory to the store; fetched: copied from there to the pool; given_up: left the "
     "last tier that had them; unsaved: evicted from the pool before they were copied; failed: whose copy failed; "
     "declined: found in a tier, and computed because that was quicker.",
     (("event", TIER_EVENTS),),
@@ -104,7 +107,7 @@ TIER_BYTES = Metric(
     "baton_kv_tier_bytes_total",
     "counter",
     "Bytes of all ranks that were copied. save: to host memory; load: back; spill: from host memory to the disk; "
-    "read: from the disk to the pool.",
+    "read: from the disk to the pool; push: from host memory to the store; fetch: from there to the pool.",
     (("move", _MOVES),),
 )
 TIER_SECONDS = Metric(
@@ -129,9 +132,21 @@ RESUMED_TOKENS = Metric(
     "the pool (device), or in a tier below it, from which it is loaded; computed: nowhere, or that is quicker.",
     (("found", RESUMED_FROM),),
 )
+STORE_LOOKUPS = Metric(
+    "baton_kv_store_lookups_total",
+    "counter",
+    "Look-ups of prompts in the store by what came of them. failed: an error, or no answer in time; the prompt is "
+    "computed.",
+    (("result", ("found", "nothing", "failed")),),
+)
+STORE_LOOKUP_SECONDS = Metric(
+    "baton_kv_store_lookup_seconds_total",
+    "counter",
+    "Seconds that those took, while their requests waited and others ran on.",
+)
 METRICS = (
     *(*HANDOFF_METRICS, HANDOFFS, PAIRS, SLOTS, QUARANTINED, BLOCKS, PREEMPTIONS, RESUMED_TOKENS),
-    *(HIT_TOKENS, TIER_BLOCKS, TIER_EVENTS_TOTAL, TIER_BYTES, TIER_SECONDS),
+    *(HIT_TOKENS, TIER_BLOCKS, TIER_EVENTS_TOTAL, TIER_BYTES, TIER_SECONDS, STORE_LOOKUPS, STORE_LOOKUP_SECONDS),
 )
 
 
@@ -151,6 +166,8 @@ class HeldResources:
     """By tier, since then."""
     tier: TierUse | None = None
     """None without host memory below the pool."""
+    lookups: LookUpCounts | None = None
+    """None without a store."""
 
 
 @dataclass(frozen=True)
@@ -168,8 +185,11 @@ class TierUse:
         if moves is None:
             return None
         states: dict[tuple[str, str], int] = {}
-        for name, tier in zip(TIERS, (moves.blocks.host, moves.blocks.disk), strict=True):
-            numbers = tier.num_free, tier.num_moving, len(tier)
+        numbers_of = {name: (tier.num_free, tier.num_moving, len(tier)) for name, tier in moves.blocks.tiers.items()}
+        if (stored := moves.stored) is not None:
+            num_kept, num_total = stored
+            numbers_of["store"] = max(0, num_total - num_kept), 0, num_kept
+        for name, numbers in numbers_of.items():
             states.update({(name, state): number for state, number in zip(TIER_STATES, numbers, strict=True)})
         return cls(states, replace(moves.blocks.counts), dict(moves.size_bytes), dict(moves.seconds))
 
@@ -186,6 +206,7 @@ def held_by(core: Core) -> HeldResources:
         resumed_tokens={found: core.decode.resumed_tokens[found] for found in RESUMED_FROM},
         hit_tokens={tier: blocks.hit_tokens[tier] for tier in HIT_TIERS},
         tier=TierUse.of(core.tier),
+        lookups=None if core.lookups is None else replace(core.lookups.counts),
     )
 
 
@@ -223,6 +244,10 @@ class HeldCollector(Collector):
         yield _counter(HIT_TOKENS, [((tier,), number) for tier, number in held.hit_tokens.items()])
         if held.tier is not None:
             yield from _tier_families(held.tier)
+        if (counts := held.lookups) is not None:
+            results = [(result, getattr(counts, result)) for result in ("found", "nothing", "failed")]
+            yield _counter(STORE_LOOKUPS, [((result,), number) for result, number in results])
+            yield _counter(STORE_LOOKUP_SECONDS, [((), counts.seconds)])
 
 
 def _tier_families(use: TierUse) -> Iterator[MetricFamily]:

@@ -84,14 +84,20 @@ class TierMoves:
             self._issue(rank_pb2.RankCommand(move_blocks=rank_pb2.BlockMove(kind=kind)), _flushed)
         return num_blocks
 
+    @property
+    def stored(self) -> tuple[int, int] | None:
+        """Blocks of this worker's size in the store, of whomever, when it looked last, and the most; None: no store."""
+        if (store := self._store) is None:
+            return None
+        return store.used_bytes // store.object_bytes, store.limit_bytes // store.object_bytes
+
     def measure(self, stats: worker_pb2.WorkerStats) -> None:
         """Brings the figures of the tiers up to date; those without a slot are left out."""
         tiers = self.blocks.tiers
         hits = self.blocks.hit_tokens
         figures = [(name, len(tier), tier.num_total, hits[name]) for name, tier in tiers.items() if tier.num_total]
-        if (store := self._store) is not None:
-            sizes = store.used_bytes // store.object_bytes, store.limit_bytes // store.object_bytes
-            figures.append(("store", *sizes, hits["store"]))
+        if (stored := self.stored) is not None:
+            figures.append(("store", *stored, hits["store"]))
         if figures != self._figures:
             self._figures = figures
             del stats.tiers[:]

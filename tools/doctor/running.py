@@ -18,7 +18,7 @@ from tools.doctor.subject import Subject, fetch
 
 _READY = admin_pb2.WorkerStatus.STATE_READY
 _MAX_SKEW_S = 1.0
-_TIERS = {"host": "host memory", "disk": "its disk's file"}
+_TIERS = {"host": "host memory", "disk": "its disk's file", "store": "the store that workers share"}
 _SEE_LOG = "look at `baton status` and at its log (log_dir)"
 
 

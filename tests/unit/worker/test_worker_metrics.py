@@ -27,6 +27,7 @@ from worker import metrics as module
 from worker.handoff_connection import ConnectionState
 from worker.handoff_metrics import MAX_HANDOFFS, HandoffMetrics
 from worker.metrics import LANDING_SLOTS, METRICS, PAIR_STATES, SEND_SLOTS, HeldCollector, HeldResources, TierUse, ask
+from worker.store_lookups import LookUpCounts
 
 ROOT = Path(__file__).resolve().parents[3]
 HELD = HeldResources(
@@ -43,6 +44,7 @@ HELD = HeldResources(
         {MoveKind.SAVE: 4096, MoveKind.LOAD: 2048},
         seconds={MoveKind.LOAD: 0.5},
     ),
+    lookups=LookUpCounts(found=3, nothing=5, failed=1, seconds=0.25),
 )
 
 
@@ -339,6 +341,7 @@ def test_the_page_is_what_prometheus_parses_and_shows_what_is_held(
     assert found["baton_resumed_tokens_total", "host"] == 33
     assert found["baton_kv_tier_blocks", "kept", "host"] == 9
     assert found["baton_kv_tier_events_total", "loaded"] == 8
+    assert [found["baton_kv_store_lookups_total", result] for result in ("found", "nothing", "failed")] == [3, 5, 1]
     assert (found["baton_kv_tier_bytes_total", "load"], found["baton_kv_tier_seconds_total", "load"]) == (2048, 0.5)
 
 
