@@ -134,7 +134,7 @@ class HotPrefixes:
             why, text = "share", f"prompts with it take {100 * share:.0f} % of the time of each of {len(holders)}"
         else:
             return None
-        work = Work(num_tokens + 1, target.step_cost)
+        work = Work(num_tokens + 1, target.step_cost or like.step_cost)
         always, times = self._context.limits.prefix_fetch == "always", self._context.fetch_times
         held = [Holding(holder, num_tokens) for holder in holders]
         fetch = best_fetch(request.prompt, work, target, held, times, now, always=always)
@@ -161,6 +161,8 @@ class HotPrefixes:
         return iter(sorted(prefill, key=lambda worker: (self._wait_s(worker), worker.worker_id)))
 
     def _wait_s(self, worker: Candidate) -> float:
-        """Seconds until the prompts of a worker are computed; without end where nobody knows."""
+        """Seconds until the prompts of a worker are computed; without end where it has some and nobody knows."""
         cost, load = worker.step_cost, self._context.loads[worker.worker_id]
-        return math.inf if cost is None else cost.of(load.prompts) if load.num_prompts else 0.0
+        if not load.num_prompts:
+            return 0.0
+        return math.inf if cost is None else cost.of(load.prompts)

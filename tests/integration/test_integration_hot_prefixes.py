@@ -1,0 +1,52 @@
+"""A prefix that many prompts begin with is copied between real prefill workers ahead of them; outputs stay equal."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+import pytest
+from cluster_fixture import BUNDLED_MODEL, single_process, token_spec
+from test_integration_moves import Told, serving
+from waiting import Changes
+from workers import Worker, running
+
+from engine.sampling.params import SamplingParams
+from router.routing import hot_prefixes
+
+NUM_TOKENS = 8
+
+
+@pytest.mark.timeout(180)
+def test_a_hot_prefix_is_copied_to_a_worker_that_no_request_was_sent_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hot_prefixes, "HOT_REQUESTS", 1.0)
+    monkeypatch.setattr(hot_prefixes, "BUSY_SHARE", 0.0)
+    draw = random.Random(1)
+    shared = draw.choices(range(4, 1000), k=800)
+    prompts = [shared + draw.choices(range(4, 1000), k=100) for _ in range(40)]
+    params = SamplingParams(temperature=0.0, max_output_tokens=NUM_TOKENS)
+    expected = single_process(prompts, [params] * len(prompts))
+    told = [Told(1, Changes()) for _ in prompts]
+
+    async def scenario(workers: Sequence[Worker]) -> None:
+        async with serving(workers) as router:
+            dispatcher = router.server.dispatcher
+            for one, prompt in zip(told, prompts, strict=True):
+                await one.read(router, token_spec(prompt, NUM_TOKENS))
+                if dispatcher.counters.copies_ahead and not dispatcher.running.fetches:
+                    break
+            counters = dispatcher.counters
+            assert counters.copies_ahead["share"] and counters.fetches["done"], (
+                counters.copies_ahead,
+                counters.fetches,
+            )
+
+    with running(
+        Worker(worker_id="prefill-0", role="prefill", model_path=str(BUNDLED_MODEL)),
+        Worker(worker_id="prefill-1", role="prefill", model_path=str(BUNDLED_MODEL)),
+        Worker(worker_id="decode-0", role="decode", model_path=str(BUNDLED_MODEL)),
+    ) as workers:
+        asyncio.run(scenario(workers))
+        for got, completions in zip(told, expected, strict=True):
+            assert got.tokens[0] in ([], list(completions[0].token_ids))
