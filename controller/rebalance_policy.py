@@ -38,6 +38,11 @@ _WORTH_A_WORKER = 0.1
 """Share by which one more worker must serve more, at least."""
 _OUTPUTS_END = 3.0
 """Nearly all outputs have ended after so many times the mean one."""
+_BURST = 0.6
+"""Share of what is asked for that the best split serves in a burst that is beyond the cluster, at most."""
+_LONGER = 4.0
+"""In such a burst a split counts by what it serves of outputs so many times as long, too: bursts change from second to
+second, and short outputs of now, for which few decode workers are enough, are not the next ones."""
 _HOLDS_S = 300.0
 """Seconds for which what was seen of a split is believed while the cluster has another."""
 
@@ -170,8 +175,16 @@ class AutoRatio:
         asked = rate * (1 - 0.5 / math.sqrt(max(1.0, demand.num_arrived))) * (1 + self._patience.headroom)
         score = cache(lambda split: score_of(service, split, bounds, asked, seen, doubt))
         best = best_split(score, bounds, num_prefill)
+        is_burst = score(best) < _BURST * asked
+        if is_burst:
+            longer = replace(usual, num_output_tokens=_LONGER * usual.num_output_tokens)
+            after = service_of(longer, worker, self._slo)
+            both = cache(lambda split: score(split) + score_of(after, split, bounds, asked, seen, doubt))
+            best = best_split(both, bounds, num_prefill)
         gain = score(best) / score(num_prefill) - 1 if score(num_prefill) > 0 else math.inf
         summary = _summary(score, service, asked, usual, rate, bounds, num_prefill, best, seen)
+        if is_burst:
+            summary += f"; more than any split serves: outputs {_LONGER:g} times as long count, too"
         if best != num_prefill and gain > self._patience.margin:
             self._size = None
             held = self._hold(now, best, num_prefill, _OUTPUTS_END * usual.output_s(worker.costs.decode))
@@ -331,5 +344,5 @@ def _summary(
         f"workers) and {usual.num_output_tokens:.0f} tokens"
     )
     if best == num_prefill:
-        return f"{serves(num_prefill)} of {asked:.1f} requests/s, the most of all; {load}"
+        return f"{serves(num_prefill)} of {asked:.1f} requests/s, no other one is better; {load}"
     return f"{serves(best)} of {asked:.1f} requests/s, {serves(num_prefill)}; {load}"

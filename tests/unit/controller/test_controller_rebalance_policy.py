@@ -48,7 +48,7 @@ def test_a_gain_moves_the_ratio_once_it_has_lasted() -> None:
     assert not clock.moves and "the gain is to last for 5 s" in clock.why
     clock.run(60, PROMPTS)
     assert clock.moves == [(6.0, 3)]
-    assert clock.why.startswith("stays: 3:1 serves") and "the most of all" in clock.why
+    assert clock.why.startswith("stays: 3:1 serves") and "no other one is better" in clock.why
 
 
 def test_nothing_moves_before_the_longer_outputs_end_which_would_tell_another_length() -> None:
@@ -77,6 +77,16 @@ def test_a_load_that_every_split_serves_moves_nothing() -> None:
     clock = Clock()
     clock.run(100, load(1.5, 800, 20))
     assert not clock.moves
+
+
+def test_in_a_burst_beyond_the_cluster_longer_outputs_count_too() -> None:
+    """Few decode workers are enough for the outputs of now, and more than those serve is for the next burst."""
+    clock = Clock(60, bounds=SplitBounds(num_workers=64))
+    clock.run(100, load(160.0, 800, 60))
+    assert 32 <= clock.num_prefill <= 44 and "more than any split serves" in clock.why
+    clock = Clock(60, bounds=SplitBounds(num_workers=64))
+    clock.run(100, load(100.0, 800, 60))
+    assert 48 <= clock.num_prefill <= 60 and "more than any split serves" not in clock.why
 
 
 def test_who_moved_stays_for_a_while() -> None:
@@ -232,4 +242,4 @@ def test_a_load_that_these_workers_serve_brings_no_others() -> None:
 def test_without_a_larger_number_no_worker_is_added() -> None:
     clock = Clock(num_prefill=3)
     clock.run(100, PROMPTS)
-    assert not clock.sizes and "the most of all" in clock.why
+    assert not clock.sizes and "no other one is better" in clock.why
