@@ -55,6 +55,8 @@ class StoreLookups(WaitingAdmits):
         super().__init__()
         self.objects, self.counts = objects, LookUpCounts()
         self._blocks, self._post, self._admit = blocks, post, admit
+        self._is_away = False
+        """It did not answer the last look-up: told once, counted each time."""
         self._asked: SimpleQueue[tuple[RequestKey, list[list[TierKey]]]] = SimpleQueue()
         threading.Thread(target=self._look_up_all, name="kv-lookup", daemon=True).start()
 
@@ -104,8 +106,11 @@ class StoreLookups(WaitingAdmits):
         counts.found += bool(found)
         counts.nothing += not found and not problem
         counts.failed += bool(problem)
-        if problem:
-            logger.warning("the KV store was not asked what it has of a prompt, which is computed: %s", problem)
+        if problem and not self._is_away:
+            logger.warning("the KV store does not say what it has, and prompts are computed until it does: %s", problem)
+        elif self._is_away and not problem:
+            logger.info("the KV store says again what it has")
+        self._is_away = bool(problem)
         self._blocks.learn(found)
         waiting = self._waiting.pop(key, None)
         if waiting is not None:
