@@ -12,7 +12,6 @@ process the tokens so far, leads to the same masks. Nothing here knows requests,
 from __future__ import annotations
 
 import contextlib
-import math
 import mmap
 import os
 import signal
@@ -42,6 +41,8 @@ from cluster.grammar_protocol import (
 )
 
 MOST_WAITING = 5
+_LOOK_AGAIN_S = 0.01
+"""Until it is known how a process ended that is gone."""
 
 
 class GrammarFailed(ValueError):
@@ -255,7 +256,8 @@ class GrammarProcess:
     def _await(self, slot: int, question: int) -> None:
         """Returns when it is answered. Raises as `wait`."""
         self._forker.flush()
-        latest, began, used_s = -1, 0.0, 0.0
+        latest, began = -1, 0.0
+        used_s: float | None = None
         follow_s = self._limits.follow_s
         while self._answered[slot] >> 1 != question:
             if self._failure is not None:
@@ -263,7 +265,12 @@ class GrammarProcess:
             if self._answered[LATEST] != latest:
                 latest, began, used_s = self._answered[LATEST], time.monotonic(), _processor_s(self.pid)
             waited_s = time.monotonic() - began
-            left_s = follow_s - (waited_s if waited_s < follow_s else _processor_s(self.pid) - used_s)
+            left_s = follow_s - waited_s
+            if left_s <= 0:
+                now_s = _processor_s(self.pid)
+                left_s = (
+                    _LOOK_AGAIN_S if now_s is None or used_s is None else follow_s - (now_s - used_s)
+                )
             if left_s <= 0 or waited_s >= MOST_WAITING * follow_s:
                 self._fail(GrammarTooSlow(f"it takes more than {follow_s:g} s to follow"))
             elif not self._forker.has_exited(self._number):
@@ -296,10 +303,10 @@ class GrammarProcess:
         return GrammarFailed(f"{doing} it crashed the compiler ({name}); simplify it")
 
 
-def _processor_s(pid: int) -> float:
-    """What a process has had of processors, as far as is known."""
+def _processor_s(pid: int) -> float | None:
+    """Returns what a process has had of processors; None where it is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text("ascii").rpartition(")")[2].split()
     except OSError:
-        return math.inf
+        return None
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -175,12 +175,14 @@ class AutoRatio:
         asked = rate * (1 - 0.5 / math.sqrt(max(1.0, demand.num_arrived))) * (1 + self._patience.headroom)
         score = cache(lambda split: score_of(service, split, bounds, asked, seen, doubt))
         best = best_split(score, bounds, num_prefill)
-        is_burst = score(best) < _BURST * asked
+        served = score(best)
+        is_burst = served < _BURST * asked
         if is_burst:
             longer = replace(usual, num_output_tokens=_LONGER * usual.num_output_tokens)
             after = service_of(longer, worker, self._slo)
             both = cache(lambda split: score(split) + score_of(after, split, bounds, asked, seen, doubt))
             best = best_split(both, bounds, num_prefill)
+        # Also in a burst, what is moved for is a gain now.
         gain = score(best) / score(num_prefill) - 1 if score(num_prefill) > 0 else math.inf
         summary = _summary(score, service, asked, usual, rate, bounds, num_prefill, best, seen)
         if is_burst:
@@ -193,7 +195,7 @@ class AutoRatio:
                 return RebalanceDecision(num_prefill, bounds.num_workers, reason, f"stays: {why}; {summary}", gain)
             return RebalanceDecision(best, bounds.num_workers, Reason.MOVES, f"moves: {summary}", gain)
         self._wanted = None
-        resized = self._resized(now, service, bounds, asked, score(best), num_prefill)
+        resized = self._resized(now, service, bounds, asked, served, num_prefill)
         if resized is not None:
             return replace(resized, why=f"{resized.why}; {summary}")
         reason = Reason.BEST if best == num_prefill else Reason.MARGIN

@@ -210,7 +210,7 @@ class DecodeScheduler:
         return True
 
     def _preempt_youngest(self) -> Sequence:
-        """Of those that run, and those whose blocks are on their way: what arrives stays cached."""
+        """Preempts one of those that run, or whose blocks are on their way: what arrives stays cached."""
         victim = max(chain(self._running[-1:], self._loading), key=_by_arrival)
         if victim in self._loading:
             self._loading.remove(victim)

@@ -100,7 +100,7 @@ COPIES_AHEAD = Metric(
     "counter",
     "Prefixes that many prompts begin with and that one more prefill worker was to have before a prompt needs it, by "
     "why: the next one would have waited for those that have it (queue), or such prompts take more than half of their "
-    "time (share). Each is one of baton_prefix_fetches_total as well.",
+    "time (share). Each is a fetch, or waits for one under way (baton_prefix_fetches_total).",
     (("why", ("queue", "share")),),
 )
 COUNTER_METRICS = (

@@ -19,7 +19,6 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -178,18 +177,32 @@ class BackgroundRuns:
     async def _watch(self, can_serve: Callable[[], bool]) -> None:
         while not self._stopping.is_set():
             await within(self._lease_s * random.uniform(0.3, 0.6), self._stopping)
-            with suppress(StoreAway):
-                for kept in await self._store.left(_TAKEN_AT_ONCE) if can_serve() else ():
-                    try:
-                        await self.settled(kept)
-                    except NotFound:  # it was deleted meanwhile
-                        continue
-                    except Exception:
-                        log.exception("response %s could not be taken over", kept.response.response_id)
+            try:
+                for kept in await self._store.left(_TAKEN_AT_ONCE) if can_serve() else []:
+                    await self._settle(kept)
+            except StoreAway:
+                continue
+            except Exception:
+                log.exception("responses that lost routers have left could not be read; they are looked for again")
+
+    async def _settle(self, kept: KeptResponse) -> None:
+        """Goes on with one that a lost router has left; an error of it ends no other. Raises StoreAway."""
+        try:
+            await self.settled(kept)
+        except NotFound:  # deleted meanwhile
+            return
+        except StoreAway:
+            raise
+        except Exception:
+            log.exception("response %s could not be taken over", kept.response.response_id)
 
     async def _take_over(self, kept: KeptResponse) -> None:
         response = kept.response
-        given = await self._store.given(response.response_id)
+        try:
+            given = await self._store.given(response.response_id)
+        except NotFound:  # what it was asked is lost, so nobody can go on with it
+            await self._store.delete(kept)
+            raise
         events = ResponseEvents(given["answer"], told=response.told)
         run = BackgroundRun(self._store, self._lease_s, kept, events)
         run.begun.set()

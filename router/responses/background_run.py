@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 
-from cluster.errors import BatonError
+from cluster.errors import BatonError, NotFound
 from cluster.state import StoreAway
 from router.api.call import TurnTokens
 from router.responses.answers import Event
@@ -128,10 +128,16 @@ class BackgroundRun:
                 await asyncio.sleep(_AGAIN_S)
 
     async def release(self) -> None:
-        """Lets another router go on at once."""
-        with suppress(StoreAway, Lost):
-            free = replace(self.response, generation_id=self.generation_id, held_until=time.time())
-            await self._store.replace(self.kept, free)
+        """Lets another router go on at once, unless one does already."""
+        with suppress(StoreAway, NotFound):
+            owner = self.response.owner
+            while self.response.owner == owner and self.response.is_open:
+                *before, num_events = self.response.runs  # a run that told nothing is none, and its router is not lost
+                runs = [*before, num_events] if num_events else before
+                free = replace(self.response, generation_id=self.generation_id, held_until=time.time(), runs=runs)
+                if await self._store.replace(self.kept, free) is not None:
+                    return
+                self.kept = await self._store.find(self.response.tenant, self.response.response_id)  # a last write
 
 
 async def within(limit_s: float, event: asyncio.Event) -> None:

@@ -17,7 +17,7 @@ from router.responses.answers import Event
 from router.responses.background import MOST_LOST_ROUTERS, BackgroundRuns
 from router.responses.bodies import ResponseBody
 from router.responses.call import ResponseReader
-from router.responses.store import EVENTS_IN_PIECE, ResponseStore
+from router.responses.store import EVENTS_IN_PIECE, INPUT, ResponseStore
 
 LEASE_S = 0.3
 TEXT = "The quick brown fox jumps over the lazy dog. " * 3
@@ -284,6 +284,16 @@ async def test_a_response_with_which_every_router_is_lost_is_not_gone_on_with_fo
     runs, response_id = await world.begin(Generation(until=0))
     await world.read(runs, response_id, 0, 3)
     kill(runs)
+    for _ in range(2 * MOST_LOST_ROUTERS):  # these leave in order, before there is an event
+        await world.until(response_id, lambda response: response.held_until <= time.time())
+        generation = Generation(until=-1)
+        _, leaving = world.router(generation)
+        await leaving.settled(await world.store.find("", response_id))
+        async with asyncio.timeout(20):
+            while not generation.calls:
+                await asyncio.sleep(0)
+        await leaving.close()
+    assert (await world.store.find("", response_id)).response.runs == [3]
     for _ in range(MOST_LOST_ROUTERS):
         await world.until(response_id, lambda response: response.held_until <= time.time())
         _, next_one = world.router(Generation(until=-1))
@@ -293,6 +303,21 @@ async def test_a_response_with_which_every_router_is_lost_is_not_gone_on_with_fo
     events = await world.read(last, response_id)
     check(events)
     assert "5 routers were lost" in events[-1]["response"]["error"]["message"]
+
+
+async def test_one_that_cannot_be_read_keeps_no_other_from_being_gone_on_with() -> None:
+    world = World()
+    ids = []
+    for _ in range(2):
+        runs, response_id = await world.begin(Generation(until=40))
+        await world.read(runs, response_id, 0, 9)
+        kill(runs)
+        ids.append(response_id)
+    await world.store._store.put_piece(ids[0], INPUT, b"not what was packed")
+    _, other = world.router(Generation(size=3))
+    other.watch(lambda: True)
+    assert (await world.until(ids[1], lambda response: not response.is_open)).status == "completed"
+    await other.close()
 
 
 async def test_cancelling_ends_it_here_and_elsewhere() -> None:
