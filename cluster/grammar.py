@@ -268,9 +268,7 @@ class GrammarProcess:
             left_s = follow_s - waited_s
             if left_s <= 0:
                 now_s = _processor_s(self.pid)
-                left_s = (
-                    _LOOK_AGAIN_S if now_s is None or used_s is None else follow_s - (now_s - used_s)
-                )
+                left_s = _LOOK_AGAIN_S if now_s is None or used_s is None else follow_s - (now_s - used_s)
             if left_s <= 0 or waited_s >= MOST_WAITING * follow_s:
                 self._fail(GrammarTooSlow(f"it takes more than {follow_s:g} s to follow"))
             elif not self._forker.has_exited(self._number):
