@@ -16,6 +16,8 @@ from struct import Struct, calcsize
 
 _TOKEN = "i"
 """The `struct` format in which a token's id is written."""
+PRIVATE = b"\xff"
+"""Begins the salts under which a request finds its own blocks alone. No client can set one: theirs are UTF-8."""
 GROUP = 16
 """Blocks."""
 HASH_BYTES = 16

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Self
 
+from cluster import prefix_hash
 from cluster.kv_groups import KvGroup
 from cluster.lifecycle import RequestKey
 from cluster.pb import worker_pb2
@@ -99,9 +100,8 @@ class Request:
 
     @property
     def private_salt(self) -> bytes:
-        """Salt under which only attempts of this request find one another's blocks. No client can set it: client salts
-        are UTF-8, and this is not."""
-        return b"\xffattempts of " + self.key.request_id.encode()
+        """Salt under which only attempts of this request find one another's blocks."""
+        return prefix_hash.PRIVATE + b"attempts of " + self.key.request_id.encode()
 
 
 def _session_of(admit: worker_pb2.Admit) -> Session:

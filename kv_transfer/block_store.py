@@ -28,7 +28,7 @@ from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
 from struct import Struct
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import xxhash
 
@@ -104,9 +104,9 @@ class FolderStore:
     """Files in a folder of this machine or of a network, readable by their owner only."""
 
     def __init__(self, folder: Path) -> None:
-        """Makes the folder if there is none. Raises OSError."""
+        """Makes the folder if there is none, in one that is there: a mount may be missing. Raises OSError."""
         self._folder = folder.expanduser()
-        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._folder.mkdir(exist_ok=True, mode=0o700)
 
     def put(self, name: str, content: bytes) -> None:
         path = self._folder / name
@@ -171,6 +171,28 @@ class StoreSilent(OSError):
     """The store does not answer in time, or did not a moment ago."""
 
 
+class _Call(Generic[T]):
+    """A call that a thread of the store makes, unless it is given up before."""
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self.future: Future[T] = Future()
+        self._call: Callable[[], T] | None = call
+
+    def make(self) -> None:
+        call = self._call
+        if call is None or not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            self.future.set_result(call())
+        except BaseException as error:
+            self.future.set_exception(error)
+
+    def give_up(self) -> None:
+        """Nobody waits any more: what it was to write is held no longer."""
+        self.future.cancel()
+        self._call = None
+
+
 class StoreObjects:
     """The blocks of one rank in a store. `push` is called from one thread, the other methods from any."""
 
@@ -184,11 +206,13 @@ class StoreObjects:
         self._store, self._tp_rank, self.limit_bytes = store, tp_rank, limit_bytes
         self._block_bytes = block_bytes
         self.object_bytes = PAGE + block_bytes
+        self.num_ranks = layout.tp_size
         self.used_bytes = 0
         """Of all objects, when this rank looked last, with what it has written since."""
         self._num_unseen = limit_bytes  # bytes written since that look, at least
         self._away_until = 0.0
-        self._calls: SimpleQueue[tuple[Future[object], Callable[[], object]]] = SimpleQueue()
+        self._looking = threading.Lock()
+        self._calls: SimpleQueue[_Call[Any]] = SimpleQueue()
         for number in range(_THREADS):
             threading.Thread(target=self._help, name=f"kv-store-{number}", daemon=True).start()
 
@@ -248,10 +272,16 @@ class StoreObjects:
         self._look_for(0)
 
     def _look_for(self, num_bytes: int) -> None:
+        if self._looking.locked():  # one that takes long, say
+            raise StoreSilent("the KV store is being listed, which takes long")
         list(self._made([partial(self._look, num_bytes)], 1, LOOK_TIMEOUT_S))
 
     def _look(self, num_bytes: int) -> None:
         """`num_bytes`: are to have room."""
+        with self._looking:
+            self._list(num_bytes)
+
+    def _list(self, num_bytes: int) -> None:
         now, found = time.time(), list[StoredObject]()
         for each in filter(lambda each: _NAME.fullmatch(each.name), self._store.objects()):
             if each.name.endswith(_PART) and now - each.used_at > _OLD_S:
@@ -278,42 +308,37 @@ class StoreObjects:
     # Waiting
 
     def _made(self, calls: Iterable[Callable[[], T]], most: int, timeout_s: float) -> Iterator[T]:
-        """Yields the results of calls in their order, `most` of which are under way at a time."""
-        if time.monotonic() < self._away_until:
-            raise StoreSilent("the KV store did not answer in time, and is left alone for a while")
-        deadline, under_way = time.monotonic() + timeout_s, deque[Future[T]]()
+        """Yields the results of calls in their order, `most` of which are under way at a time. A store that answers
+        none in time is left alone for a while."""
+        if (left_s := self._away_until - time.monotonic()) > 0:
+            raise StoreSilent(f"the KV store did not answer in time, and is left alone for {left_s:.0f} s more")
+        deadline, under_way, num_made = time.monotonic() + timeout_s, deque[_Call[T]](), 0
         try:
             for call in calls:
-                under_way.append(self._begin(call))
+                under_way.append(_Call(call))
+                self._calls.put(under_way[-1])
                 if len(under_way) == most:
-                    yield self._result(under_way.popleft(), deadline)
+                    yield self._result(under_way.popleft(), deadline, num_made)
+                    num_made += 1
             while under_way:
-                yield self._result(under_way.popleft(), deadline)
+                yield self._result(under_way.popleft(), deadline, num_made)
+                num_made += 1
         finally:
-            for future in under_way:
-                future.cancel()
+            for made in under_way:
+                made.give_up()
 
-    def _result(self, future: Future[T], deadline: float) -> T:
+    def _result(self, call: _Call[T], deadline: float, num_before: int) -> T:
         try:
-            return future.result(max(0.0, deadline - time.monotonic()))
+            return call.future.result(max(0.0, deadline - time.monotonic()))
         except TimeoutError as error:
-            if future.done() and future.exception() is error:
+            if call.future.done() and call.future.exception() is error:
                 raise  # the store's own
-            future.cancel()
+            call.give_up()
+            if num_before:
+                raise StoreSilent("the KV store took too long for all that it was asked") from error
             self._away_until = time.monotonic() + AWAY_S
             raise StoreSilent(f"the KV store did not answer in time, and is left alone for {AWAY_S:g} s") from error
 
-    def _begin(self, call: Callable[[], T]) -> Future[T]:
-        future: Future[T] = Future()
-        self._calls.put((future, call))  # type: ignore[arg-type]
-        return future
-
     def _help(self) -> None:
         while True:
-            future, call = self._calls.get()
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(call())
-            except BaseException as error:
-                future.set_exception(error)
+            self._calls.get().make()

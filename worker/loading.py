@@ -212,7 +212,8 @@ def open_store(resolved: Resolved, tier: TierCopies | None) -> None:
     try:
         store = FolderStore(path)
     except OSError as error:
-        raise ConfigError(f"kv_store_path: {path} cannot be used: {error.strerror}") from error
+        what = f"{path} cannot be used: {error.strerror}; it is made in a folder that every node has, such as a mount"
+        raise ConfigError(f"kv_store_path: {what}") from error
     form = resolved.settings.transfer.wire_format
     tier.store = StoreObjects(store, resolved.layout, form, rank, tier.block_bytes, engine.kv_store_bytes)
 

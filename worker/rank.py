@@ -360,7 +360,8 @@ class RankExecutor:
             self._reply(number, "", rank_pb2.RankReply.KIND_UNSPECIFIED, size_bytes)
 
     def _fail(self, number: int, error: Exception) -> None:
-        logger.warning("rank command %d failed: %s", number, error)
+        level = logging.DEBUG if isinstance(error, OSError) else logging.WARNING  # whoever asked tells
+        logger.log(level, "rank command %d failed: %s", number, error)
         self._reply(number, str(error) or type(error).__name__, _kind_of(error), 0)
 
 

@@ -20,7 +20,7 @@ from cluster.lifecycle import RequestKey
 from engine.kv.kv_tier import TierKey
 from engine.kv.stored_blocks import StoredBlocks
 from engine.sequence import Request
-from kv_transfer.block_store import StoreObjects
+from kv_transfer.block_store import StoreObjects, StoreSilent
 from worker.grammar_queue import WaitingAdmit, WaitingAdmits
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,8 @@ class StoreLookups(WaitingAdmits):
         self._blocks, self._post, self._admit = blocks, post, admit
         self._is_away = False
         """It did not answer the last look-up: told once, counted each time."""
-        self._asked: SimpleQueue[tuple[RequestKey, list[list[TierKey]]]] = SimpleQueue()
+        self._asked: SimpleQueue[tuple[RequestKey, list[list[TierKey]], float]] = SimpleQueue()
+        threading.Thread(target=self._list, name="kv-store-list", daemon=True).start()
         threading.Thread(target=self._look_up_all, name="kv-lookup", daemon=True).start()
 
     def takes(self, waiting: WaitingAdmit, request: Request) -> bool:
@@ -69,49 +70,56 @@ class StoreLookups(WaitingAdmits):
         if not rows:
             return False
         self._waiting[request.key] = waiting
-        self._asked.put((request.key, rows))
+        self._asked.put((request.key, rows, time.monotonic()))
         return True
 
-    def _look_up_all(self) -> None:
-        """On the thread of look-ups, for as long as the process lives."""
+    def _list(self) -> None:
+        """Says once how full the store is, which may take long."""
         try:
             self.objects.look()
         except OSError as error:
-            logger.warning("the KV store cannot be read: %s", error)
+            logger.warning("the KV store cannot be listed: %s", error)
+
+    def _look_up_all(self) -> None:
+        """On the thread of look-ups, for as long as the process lives."""
         while True:
-            key, rows = self._asked.get()
-            begun, problem, found = time.monotonic(), "", list[TierKey]()
+            key, rows, asked_at = self._asked.get()
+            found, problem = list[TierKey](), ""
             try:
-                found = self._look_up(rows, begun + LOOK_UP_S)
+                self._look_up(rows, asked_at + LOOK_UP_S, found)
             except OSError as error:
                 problem = str(error) or type(error).__name__
-            self._post(self._looked_up, key, found, problem, time.monotonic() - begun)
+            except Exception as error:
+                logger.exception("a look-up of the KV store failed")
+                problem = type(error).__name__
+            self._post(self._looked_up, key, found, problem, time.monotonic() - asked_at)
 
-    def _look_up(self, rows: Sequence[Sequence[TierKey]], deadline: float) -> list[TierKey]:
-        """What is there, up to the first block of which nothing is."""
-        found = list[TierKey]()
+    def _look_up(self, rows: Sequence[Sequence[TierKey]], deadline: float, found: list[TierKey]) -> None:
+        """Adds what is there, up to the first block of which nothing is. Raises OSError."""
         begin, num = 0, 1  # most prompts have nothing there
         while begin < len(rows):
             keys = list(chain.from_iterable(rows[begin : begin + num]))
-            are_there = self.objects.find(keys, max(0.0, deadline - time.monotonic()))
+            if (left_s := deadline - time.monotonic()) <= 0:
+                raise StoreSilent(f"it took more than {LOOK_UP_S:g} s")
+            are_there = self.objects.find(keys, left_s)
             found += [key for key, is_there in zip(keys, are_there, strict=True) if is_there]
             if not any(are_there[-len(rows[0]) :]):
                 break
             begin, num = begin + num, _ROWS
-        return found
 
     def _looked_up(self, key: RequestKey, found: Sequence[TierKey], problem: str, seconds: float) -> None:
         counts = self.counts
         counts.seconds += seconds
         counts.found += bool(found)
         counts.nothing += not found and not problem
-        counts.failed += bool(problem)
+        counts.failed += bool(problem) and not found
         if problem and not self._is_away:
             logger.warning("the KV store does not say what it has, and prompts are computed until it does: %s", problem)
         elif self._is_away and not problem:
             logger.info("the KV store says again what it has")
         self._is_away = bool(problem)
-        self._blocks.learn(found)
+        if found or not problem:
+            self._blocks.learn(found)
         waiting = self._waiting.pop(key, None)
         if waiting is not None:
             self._admit(waiting)

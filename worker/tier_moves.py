@@ -27,6 +27,8 @@ _KINDS = {
     MoveKind.PUSH: rank_pb2.BlockMove.KIND_PUSH,
     MoveKind.FETCH: rank_pb2.BlockMove.KIND_FETCH,
 }
+_OF_STORE = (MoveKind.PUSH, MoveKind.FETCH)
+_MOST_BLOCKS = 2**32 - 1
 _WEIGHT = 0.2
 """Of the newest load, in the time of a block."""
 _FADE = 0.99
@@ -53,6 +55,7 @@ class TierMoves:
         self._num_ended_steps = num_ended_steps
         self._cost = cost
         self._store = store
+        self._failing: set[MoveKind] = set()
         self._block_s: dict[MoveKind, float] = {}
         """Of the moves up that have been made."""
         self.seconds = dict.fromkeys(MoveKind, 0.0)
@@ -89,7 +92,8 @@ class TierMoves:
         """Blocks of this worker's size in the store, of whomever, when it looked last, and the most; None: no store."""
         if (store := self._store) is None:
             return None
-        return store.used_bytes // store.object_bytes, store.limit_bytes // store.object_bytes
+        block_bytes = store.object_bytes * store.num_ranks
+        return min(store.used_bytes // block_bytes, _MOST_BLOCKS), min(store.limit_bytes // block_bytes, _MOST_BLOCKS)
 
     def measure(self, stats: worker_pb2.WorkerStats) -> None:
         """Brings the figures of the tiers up to date; those without a slot are left out."""
@@ -135,8 +139,12 @@ class TierMoves:
     def _moved(self, move: BlockMove, begun_at: float, error: str, kind: ErrorKind, size_bytes: int) -> None:
         self.blocks.moved(move, error)
         if error:
-            logger.warning("the %s of %d KV blocks failed: %s", move.kind.value, len(move.keys), error)
+            if move.kind not in self._failing:
+                logger.warning("the %s of %d KV blocks failed: %s", move.kind.value, len(move.keys), error)
+            if move.kind in _OF_STORE:  # each prompt might have some: told once, until one goes well
+                self._failing.add(move.kind)
             return
+        self._failing.discard(move.kind)
         seconds = self._clock() - begun_at
         self.seconds[move.kind] += seconds
         self.size_bytes[move.kind] += size_bytes

@@ -51,7 +51,7 @@ def reference() -> tuple[KeyInfo, ...]:
 
 
 def _overrides_doc(path: str, section: type[RoleOverrides]) -> str:
-    """What a role may set of a section, in a paragraph: types and meanings are that section's."""
+    """Returns what a role may set of a section, as a paragraph: types and meanings are that section's."""
     why = "; ".join(f"`{name}`: {reason}" for name, reason in section.common_only.items())
     doc = inspect.cleandoc(section.__doc__ or "")
     listed = ", ".join(f"`{name}`" for name in kinds_of(section))

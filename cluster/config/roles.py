@@ -19,12 +19,12 @@ SHORT_NAMES = ("block_size", "kv_cache_tokens")
 
 
 class ModelOverrides(RoleOverrides, of=ModelSection, at="model"):
-    """What the weights of the role's workers are served as. Where the roles differ in it, the prompt and the first
+    """Says what the weights of the role's workers are served as. Where the roles differ in it, the prompt and the first
     token are computed with prefill's weights, and the rest with decode's."""
 
 
 class PlacementOverrides(RoleOverrides, of=PlacementSection, at="placement"):
-    """On which of Ray's nodes the role's workers are."""
+    """Says on which of Ray's nodes the role's workers are."""
 
 
 class EngineOverrides(RoleOverrides, of=EngineSection, at="engine"):

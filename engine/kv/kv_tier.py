@@ -180,14 +180,16 @@ class KvTier:
                 self._given_up.remove(slot)
                 self._free.append(slot)
 
-    def adopt(self, slots: Iterable[tuple[int, TierKey]]) -> None:
-        """Keeps what free slots hold from before; of slots with the same content the first."""
-        free = dict.fromkeys(self._free)
+    def adopt(self, slots: Iterable[tuple[int, TierKey]]) -> list[TierKey]:
+        """Keeps what free slots hold from before, and returns it; of slots with the same content the first."""
+        free, adopted = dict.fromkeys(self._free), list[TierKey]()
         for slot, key in slots:
             if slot in free and key not in self._kept:
                 self._kept[key] = slot
                 del free[slot]
+                adopted.append(key)
         self._free = list(free)
+        return adopted
 
     def drop(self, key: TierKey) -> bool:
         """Makes what a key names unfindable; False if it was not kept."""

@@ -56,6 +56,11 @@ class StoredBlocks(TieredBlocks):
         self._wanted: dict[TierKey, None] = {}
         self._asked_for: set[int] = set()
         """Blocks that are to be saved because the store wants them."""
+        self._push_from = 0
+        """Blocks that have been allocated when it is time to push again, after a push that failed."""
+        self._private: set[TierKey] = set()
+        """Blocks of requests that bypass the prefix cache, which are never pushed, and others that were there."""
+        self._is_private = False  # what is published now
         self._pushing: dict[TierKey, int] = {}
         """What is on its way to the store and has not been flushed since, with its place in the index."""
 
@@ -73,7 +78,8 @@ class StoredBlocks(TieredBlocks):
         return rows[next(known, len(rows)) :]
 
     def learn(self, keys: Iterable[TierKey]) -> None:
-        """These are in the store."""
+        """The store has answered: these are there."""
+        self._push_from = 0
         new = []
         for key in dict.fromkeys(keys):
             if key in self.store:
@@ -94,38 +100,55 @@ class StoredBlocks(TieredBlocks):
 
     def count_hits(self, table: Sequence[int]) -> None:
         super().count_hits(table)
-        if self._policy != "reused" or not self._may_want:
+        if self._policy != "reused":
             return
-        new = list[TierKey]()
-        for block in reversed(table):  # what is before a block that the store has, or will have, is there as well
-            if block < 0:
-                continue
-            key = self._arriving[block] if block in self._arriving else self._key_of(block)
-            if key in self.store or key in self._pushing or key in self._wanted:
-                break
-            new.append(key)
+        count, new = len(self.groups), list[TierKey]()
+        for place in range(count):
+            keys = [self._arriving.get(block) or self._key_of(block) for block in table[place::count] if block >= 0]
+            is_begun = bool(keys) and self._is_stored(keys[0])
+            for key in reversed(keys):
+                if not self._is_stored(key):
+                    new.append(key)
+                elif is_begun:  # what is between the two is there as well
+                    break
         self._want(reversed(new))
+
+    def _is_stored(self, key: TierKey) -> bool:
+        """Whether the store has it, or will have."""
+        return key in self.store or key in self._pushing or key in self._wanted
+
+    def publish(
+        self,
+        token_ids: Sequence[int],
+        block_table: Sequence[int],
+        salt: bytes,
+        num_computed: int,
+        num_landed: int = 0,
+    ) -> None:
+        self._is_private = salt.startswith(prefix_hash.PRIVATE)
+        super().publish(token_ids, block_table, salt, num_computed, num_landed)
+        self._is_private = False
 
     def _publish_of(self, place: int, blocks: Sequence[int], digests: Sequence[bytes]) -> Collection[bytes]:
         new = list(super()._publish_of(place, blocks, digests))
-        if self._policy == "all" and self._may_want:
+        if self._is_private:
+            self._private.update((place, digest) for digest in new)
+            if len(self._private) > 2 * (self.num_total + self.host.num_total + self.disk.num_total):
+                self._private = {key for key in self._private if self._is_known(*key)}
+        elif self._policy == "all":
             self._want((place, digest) for digest in new)
         return new
 
-    @property
-    def _may_want(self) -> bool:
-        """False for a while after a push that failed."""
-        return self._num_given >= self._look_from[MoveKind.PUSH]
-
     def _want(self, keys: Iterable[TierKey]) -> None:
-        self._wanted.update(dict.fromkeys(keys))
-        for key in list(islice(self._wanted, max(0, len(self._wanted) - _MOST_WANTED))):
-            del self._wanted[key]
+        """Of what is wanted already, and of beginnings, nothing makes room for these."""
+        new = (key for key in keys if key not in self._wanted and key not in self._private)
+        self._wanted.update(dict.fromkeys(islice(new, max(0, _MOST_WANTED - len(self._wanted)))))
 
     def put_by(self) -> None:
         super().put_by()
         last_first = chain(reversed(list(self.host)), map(self._key_of, reversed(list(self._cached))))
-        self._wanted = dict.fromkeys(key for key in last_first if key not in self.store)
+        self._wanted = dict.fromkeys(key for key in last_first if key not in self.store and key not in self._private)
+        self._push_from = 0
 
     # Moves
 
@@ -134,7 +157,7 @@ class StoredBlocks(TieredBlocks):
             num_looked_at = -(-self.host.num_total // 2) - self.host.num_free
             if self._may_look(MoveKind.PUSH, self._wanted, num_looked_at):
                 self._want(key for key in islice(self.host, min(num_looked_at, _MOST_WANTED)) if key not in self.store)
-        pushes = list(self._pushes()) if self._wanted else []
+        pushes = list(self._pushes()) if self._wanted and self._num_given >= self._push_from else []
         return super().take_moves() + pushes
 
     def _pushes(self) -> Iterable[BlockMove]:
@@ -181,9 +204,11 @@ class StoredBlocks(TieredBlocks):
         return True
 
     def moved(self, move: BlockMove, error: str = "") -> None:
-        if error and move.kind in (MoveKind.PUSH, MoveKind.SAVE):  # nothing is tried again at once
-            self._wanted.clear()
-            self._look_from[MoveKind.PUSH] = self._num_given + -(-self.num_total // 4)
+        if error and move.kind is MoveKind.SAVE:  # else it is to be saved again at once
+            for key in move.keys:
+                self._wanted.pop(key, None)
+        if error and move.kind is MoveKind.PUSH:
+            self._push_from = self._num_given + -(-self.num_total // 4)
         if move.kind is not MoveKind.PUSH:
             super().moved(move, error)
             return
@@ -198,6 +223,8 @@ class StoredBlocks(TieredBlocks):
                 self.store.keep(slot, key)
             else:
                 self.store.put_back(slot)
+            if is_wanted and error:
+                self._want([key])
             self.counts.add(MoveKind.PUSH, is_wanted and not error)
 
     def _loaded(self, tier: KvTier, slot: int, block: int, key: TierKey, *, is_there: bool) -> bool:

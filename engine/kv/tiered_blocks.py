@@ -263,7 +263,7 @@ class TieredBlocks(RetainingBlocks):
 
     def _wait(self, kind: MoveKind) -> None:
         """Copies nothing down in this way until more blocks have been allocated."""
-        ahead = self._num_ahead if kind is MoveKind.SAVE else self._num_spilled_ahead
+        ahead = {MoveKind.SAVE: self._num_ahead, MoveKind.SPILL: self._num_spilled_ahead}.get(kind, self.host.num_total)
         self._look_from[kind] = self._num_given + max(1, ahead // 4)
 
     def moved(self, move: BlockMove, error: str = "") -> None:
@@ -273,11 +273,10 @@ class TieredBlocks(RetainingBlocks):
         if error and move.kind in (MoveKind.READ, MoveKind.FETCH) and len(move.keys) > 1:
             self._halves += kv_tier.halves_of(move)
             return
-        if error:
-            self.counts.failed += len(move.keys)
-            if not move.kind.is_up:
-                (self._to_save if move.kind is MoveKind.SAVE else self._to_spill).clear()
-                self._wait(move.kind)
+        self.counts.failed += len(move.keys) if error else 0
+        if error and not move.kind.is_up:
+            (self._to_save if move.kind is MoveKind.SAVE else self._to_spill).clear()
+            self._wait(move.kind)
         for source, target, key in zip(move.sources, move.targets, move.keys, strict=True):
             match move.kind:
                 case MoveKind.SAVE:
@@ -331,16 +330,17 @@ class TieredBlocks(RetainingBlocks):
     def find_again(self, slots: Iterable[tuple[int, TierKey]]) -> None:
         """Takes up what free slots of the disk hold from before, of this worker or another one."""
         found = [(slot, key) for slot, key in slots if key[0] < len(self.groups)]
-        self._report_stored({digest for _, (place, digest) in found if place == 0} - self._published[0].keys())
-        self.disk.adopt(found)
+        known = {key for _, key in found if self._is_below(key) or key[1] in self._published[key[0]]}
+        super()._report_stored([key[1] for key in self.disk.adopt(found) if key[0] == 0 and key not in known])
 
     def forget_disk(self) -> None:
         """Nothing on the disk is found any more: another one takes its place."""
-        lost = list(self.disk)
+        lost = dict.fromkeys(self.disk)
         self._spilling.clear()
         self.disk.flush()
-        self._arriving_at = {key: block for key, block in self._arriving_at.items() if self._can_load(key)}
-        self._give_up(lost, self.host)
+        for key in [key for key in self._arriving_at if key in lost or not self._can_load(key)]:
+            del self._arriving_at[key]  # what is read may be of the other one
+        self._give_up(list(lost), self.host)
 
     # Losing
 
@@ -375,8 +375,8 @@ class TieredBlocks(RetainingBlocks):
         self._spilling.clear()
         self._arriving_at.clear()
         num_only_here = sum(digest not in self._published[place] for place, digest in kept)
-        self.host.flush()
-        self.disk.flush()
+        for tier in self.tiers.values():
+            tier.flush()
         self._report_evicted([digest for place, digest in kept if not place and digest not in self._published[0]])
         num_in_pool = super().flush_cache()
         self.counts.unsaved = num_unsaved

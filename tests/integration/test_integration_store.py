@@ -60,3 +60,33 @@ def test_what_a_second_prompt_begins_with_is_there_when_its_worker_was_killed(tm
             assert [another.outputs[key].num_cached_tokens for key in keys] == [384, 384]
             tier = tier_of(another.info.metrics_address)
             assert tier["fetched"] == 48 and tier["failed"] == 0, tier
+
+
+@pytest.mark.timeout(300)
+def test_a_store_that_was_away_is_written_and_read_again_once_it_is_back(tmp_path: Path) -> None:
+    prompts = [prompt_of(number) for number in range(3)]
+    expected = [completions[0].token_ids for completions in single_process(prompts, [GREEDY] * len(prompts))]
+    folder = tmp_path / "kv"
+    settings = settings_of(folder, role="prefill")
+    prefill, decode = Worker(worker_id=PREFILL, **settings), Worker(worker_id="decode-0", role="decode", **COMMON)
+    with running(prefill, decode):
+
+        def ask(name: str, number: int) -> None:
+            ask_all(name, prompts[number : number + 1], expected[number : number + 1], prefill, decode)
+
+        def pushed() -> float:
+            return tier_of(prefill.info.metrics_address)["pushed"]
+
+        ask("first", 0)
+        folder.rename(tmp_path / "away")
+        ask("second", 0)
+        ask("third", 1)
+        await_true(lambda: tier_of(prefill.info.metrics_address)["failed"] > 0, prefill.ranks[0].stderr)
+        assert pushed() == 0 and not folder.exists()
+        (tmp_path / "away").rename(folder)
+        ask("fourth", 2)
+        await_true(lambda: pushed() == 24, prefill.ranks[0].stderr)
+        another = Worker(worker_id="prefill-1", **settings)
+        with running(another):
+            [key] = ask_all("after", prompts[:1], expected[:1], another, decode)
+            assert another.outputs[key].num_cached_tokens == 384

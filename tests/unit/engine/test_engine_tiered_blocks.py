@@ -180,6 +180,29 @@ def test_what_host_memory_gives_up_is_read_from_the_disk_and_found_again_by_the_
     other.check()
 
 
+def test_a_disk_that_takes_anothers_place_while_it_is_read_is_found_as_far_as_it_can_be() -> None:
+    """Slots that are still read hold nothing of the other disk, and what they brought is nobody's."""
+    manager = TieredBlocks(4, 2, num_slots=4, num_disk_slots=16, num_ahead=4)
+    for first in range(0, 60, 10):
+        fill(manager, [first, 1, 2, 3, 4])
+        settle(manager)
+    manager.watch_cache(True)
+    manager.take_cache_events()
+    before = set(manager.cached_hashes)
+    table = manager.match_prefix([0, 1, 2, 3, 9])
+    [read] = manager.take_moves()
+    kept = [(slot, key) for key, slot in manager.disk._kept.items()]
+    manager.forget_disk()
+    manager.find_again(kept)
+    manager.moved(read)
+    assert manager.have_arrived(table) is False and read.kind is MoveKind.READ
+    manager.release(table)
+    manager.check()
+    assert not manager.cached_hashes & {digest for _, digest in read.keys} and len(manager.disk) == len(kept) - 2
+    heard = manager.take_cache_events()
+    assert heard is not None and before - set(heard.evicted) | set(heard.stored) == manager.cached_hashes
+
+
 def test_a_spill_of_what_could_not_be_loaded_is_thrown_away_and_the_watcher_told() -> None:
     manager = TieredBlocks(4, 2, num_slots=6, num_disk_slots=16, num_ahead=4)
     manager.watch_cache(True)
