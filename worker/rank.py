@@ -360,8 +360,8 @@ class RankExecutor:
             self._reply(number, "", rank_pb2.RankReply.KIND_UNSPECIFIED, size_bytes)
 
     def _fail(self, number: int, error: Exception) -> None:
-        level = logging.DEBUG if isinstance(error, OSError) else logging.WARNING  # whoever asked tells
-        logger.log(level, "rank command %d failed: %s", number, error)
+        is_told = isinstance(error, OSError) and not isinstance(error, ConnectionError)  # by who asked, of files
+        logger.log(logging.DEBUG if is_told else logging.WARNING, "rank command %d failed: %s", number, error)
         self._reply(number, str(error) or type(error).__name__, _kind_of(error), 0)
 
 
