@@ -102,7 +102,7 @@ class SlowDetector:
     def tick(self, elapsed_s: float, roles: Mapping[str, worker_pb2.Role]) -> dict[str, str]:
         """Returns the workers that are slow from now on, each with the reason.
 
-        `roles`: of the workers that are ready; others are forgotten.
+        `roles`: of the workers that are ready and do not drain; others are forgotten.
         """
         self._records = {worker_id: self._records.get(worker_id, _Record()) for worker_id in roles}
         ejected: dict[str, str] = {}
@@ -275,7 +275,8 @@ class SlowWatch:
             self._judge(elapsed_s)
 
     def _judge(self, elapsed_s: float) -> None:
-        roles = {worker.worker_id: worker.role for worker in self._fleet if worker.is_ready}
+        # One that drains takes no work over, so that its peers may not count on it.
+        roles = {w.worker_id: w.role for w in self._fleet if w.is_ready and not w.is_draining}
         for worker_id, why in self._detector.tick(elapsed_s, roles).items():
             self._counters.ejected[role_name(roles[worker_id])] += 1
             log.warning("worker %s gets no new requests for a while: %s", worker_id, why)

@@ -192,6 +192,20 @@ def test_the_only_worker_that_is_ready_gets_requests_however_slow_it_is() -> Non
     run(scenario)
 
 
+def test_the_only_worker_that_does_not_drain_is_not_slow() -> None:
+    async def scenario(clock: ManualClock) -> None:
+        router = with_costs(clock, ["p0", "p1", "d0"])
+        router.workers["p1"].is_draining = True
+        for _ in range(2 * LEAST_SAMPLES * NUM_WINDOWS):
+            client = router.submit(max_output_tokens=1)
+            await pass_window(router, clock)
+            assert only_token(router, client) == "p0"
+            assert router.workers["p0"].speed is Speed.USUAL
+        router.check_idle()
+
+    run(scenario)
+
+
 def test_a_worker_that_is_started_again_is_trusted() -> None:
     async def scenario(clock: ManualClock) -> None:
         router = with_costs(clock, ["p0", "p1", "d0"])
