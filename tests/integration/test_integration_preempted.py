@@ -52,6 +52,7 @@ def test_what_is_preempted_and_moved_comes_back_from_the_tiers_with_the_tokens_o
     for seed, prompt in enumerate(prompts):
         specs.append(token_spec(prompt, NUM_TOKENS, include_timing=True, temperature=0.9, seed=seed))
         specs[-1].cache.bypass_prefix_cache = seed % 4 == 3
+        specs[-1].scheduling.queue_timeout.FromSeconds(int(2 * LIMIT_S))
     changes = Changes()
     told, retried = [Told(1, changes) for _ in prompts], Counter[str]()
 
