@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -45,12 +46,11 @@ LOCAL = {
     # No idle Python workers are kept in advance: each would hold 50 MB.
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_worker_prestart": "0",
-    # What Ray would remember of calls, and of actors and processes that have ended, and the log files of these that it
-    # would keep open: nobody asks it here, and a cluster that runs for long, or is often mended, would grow by them.
+    # What Ray would remember of calls, and of actors and processes that have ended: nobody asks it here, and a cluster
+    # that runs for long, or is often mended, would grow by them.
     "RAY_task_events_report_interval_ms": "0",
     "RAY_maximum_gcs_destroyed_actor_cached_count": "100",
     "RAY_maximum_gcs_dead_worker_cached_count": "100",
-    "RAY_LOG_MONITOR_MAX_OPEN_FILES": "16",
 }
 
 
@@ -149,20 +149,45 @@ def _start(folder: Path, num_cpus: int) -> None:
     import ray
 
     try:
-        ray.init(
-            address="local",
-            num_cpus=num_cpus,
-            include_dashboard=False,
-            log_to_driver=False,
-            configure_logging=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            _temp_dir=str(folder),
-        )
+        with _without_helpers():
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _temp_dir=str(folder),
+            )
     except BaseException as error:
         ray.shutdown()
         if isinstance(error, _START_ERRORS):
             raise RayFailed(f"Ray did not start on this machine: {error}") from error
         raise
+
+
+@contextlib.contextmanager
+def _without_helpers() -> Iterator[None]:
+    """Has Ray leave out the three processes that one machine without its dashboard has no use for: the autoscaler's
+    monitor, the reader of logs for drivers that print them, and the reporter of usage. `ray.init` has no switch for
+    them (a Ray that calls their starts otherwise starts them), and waits for the last one."""
+    from ray._private import node
+
+    class Node(node.Node):
+        def start_monitor(self) -> None:
+            pass
+
+        def start_log_monitor(self) -> None:
+            pass
+
+        def start_api_server(self, **how: Any) -> None:
+            pass
+
+    theirs, node.Node = node.Node, Node  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        node.Node = theirs  # type: ignore[misc]
 
 
 def _stop() -> None:

@@ -1,4 +1,4 @@
-"""What the private Ray of a `baton serve` keeps of calls that have ended and of processes that were killed: little.
+"""What the private Ray of a `baton serve` keeps of calls that have ended: little.
 
 A Ray of its own in a process of its own: `make smoke`.
 """
@@ -15,7 +15,7 @@ import pytest
 pytestmark = [pytest.mark.battery, pytest.mark.timeout(300)]
 
 PROGRAM = """
-import json, os, signal
+import json, os
 import psutil
 from controller import local_ray
 
@@ -34,28 +34,20 @@ with local_ray.started(num_cpus=2):
             return os.getpid()
 
     actor_class = ray.remote(Actor).options(num_cpus=0.01, max_restarts=0)
-    gcs, log_monitor = daemon("gcs_server"), daemon("log_monitor.py")
-    actor, told = actor_class.remote(), {}
+    gcs = daemon("gcs_server")
+    actor = actor_class.remote()
     for _ in range(300):
         ray.get(actor.pid.remote())
     before = gcs.memory_info().rss
     for _ in range(3000):
         ray.get(actor.pid.remote())
-    told["bytes_a_call"] = (gcs.memory_info().rss - before) / 3000
-    before = log_monitor.num_fds()
-    for _ in range(14):
-        doomed = actor_class.remote()
-        os.kill(ray.get(doomed.pid.remote()), signal.SIGKILL)
-    told["files"] = log_monitor.num_fds() - before
-    print(json.dumps(told))
+    print(json.dumps((gcs.memory_info().rss - before) / 3000))
 """
 
 
-def test_calls_and_killed_processes_leave_nothing_behind_in_ray() -> None:
-    """Ray's own settings keep 3 KiB of each call, up to 100,000, and two open files of each process, up to 200."""
+def test_calls_leave_nothing_behind_in_ray() -> None:
+    """Ray's own settings keep 3 KiB of each call, up to 100,000."""
     root = Path(__file__).resolve().parents[2]
     ended = subprocess.run([sys.executable, "-c", PROGRAM], cwd=root, capture_output=True, text=True, timeout=250)
     assert ended.returncode == 0, ended.stderr
-    told = json.loads(ended.stdout.splitlines()[-1])
-    assert told["bytes_a_call"] < 1000
-    assert told["files"] <= 16
+    assert json.loads(ended.stdout.splitlines()[-1]) < 1000, "bytes a call"

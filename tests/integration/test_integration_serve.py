@@ -50,6 +50,13 @@ def test_the_whole_cluster_holds_less_than_two_gigabytes(cluster: Serve) -> None
     assert total < 2 * 1024**3, f"{total / 1024**2:.0f} MB in {len(processes)} processes"
 
 
+def test_ray_starts_nothing_that_one_machine_has_no_use_for(cluster: Serve) -> None:
+    assert cluster.address
+    programs = {Path(word).name for process in cluster.descendants() for word in process.cmdline()}
+    assert {"gcs_server", "raylet"} <= programs
+    assert not programs & {"monitor.py", "log_monitor.py", "dashboard.py"}
+
+
 def test_everything_listens_on_loopback_only(cluster: Serve) -> None:
     generate(cluster.address)
     pids = {cluster.process.pid, *(process.pid for process in cluster.descendants())}
