@@ -7,12 +7,23 @@ gives them to each row whatever else is summed with it.
 
 from __future__ import annotations
 
+import math
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, BroadcastOptions, Store
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BroadcastOptions,
+    PrefixStore,
+    Store,
+)
+
+from engine.native.structures import RANK_ALL_TO_ALL, RANK_BROADCAST, RANK_EXCHANGE, RANK_GATHER, RANK_SUMS
+from engine.rank_memory import RankMemory, share_memory
 
 
 class TPGroup(Protocol):
@@ -51,6 +62,7 @@ class SingleGroup:
 
     rank = 0
     size = 1
+    origin = "not needed"
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Leaves the tensor: a sum of one term."""
@@ -66,6 +78,9 @@ class SingleGroup:
 
     def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
+
+    def close(self) -> None:
+        """Does nothing."""
 
 
 class ExpertSlices:
@@ -86,8 +101,9 @@ class ProcessGroupTP:
     place of one of its own with an event before and one after it.
     """
 
-    def __init__(self, process_group: Any) -> None:
-        self._group = process_group
+    def __init__(self, process_group: Any, origin: str = "") -> None:
+        """`origin`: by what it is, and why, for the log."""
+        self._group, self.origin = process_group, origin
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
         self._reduce, self._gather, self._broadcast = AllreduceOptions(), AllgatherOptions(), BroadcastOptions()
@@ -122,6 +138,52 @@ class ProcessGroupTP:
     def close(self) -> None:
         """Ends the communicator; other ranks that wait in a collective fail."""
         self._group.abort()
+
+
+class SharedMemoryTP:
+    """Ranks of one machine on CPUs, in memory that they share: processes, or threads of one.
+
+    Sums are made in float32 and in rank order, whatever the tensor's size, of float32, bfloat16 and float16. Raises
+    what `RankMemory.meet` raises.
+    """
+
+    def __init__(self, memory: RankMemory, origin: str) -> None:
+        self._memory, self.origin = memory, origin
+        self.rank, self.size = memory.rank, memory.size
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        assert tensor.is_contiguous()
+        self._memory.meet(RANK_SUMS[tensor.dtype], None, tensor.data_ptr(), tensor.nbytes)
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        tensor, dim, shape = tensor.contiguous(), dim % tensor.ndim, list(tensor.shape)
+        piece = math.prod(shape[dim:]) * tensor.itemsize
+        shape[dim] *= self.size
+        joined = tensor.new_empty(shape)
+        self._memory.meet(RANK_GATHER, tensor.data_ptr(), joined.data_ptr(), tensor.nbytes, piece)
+        return joined
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        assert tensor.is_contiguous()
+        self._memory.meet(RANK_BROADCAST, None, tensor.data_ptr(), tensor.nbytes)
+
+    def exchange(self, tensor: torch.Tensor, destination: int, source: int) -> torch.Tensor:
+        tensor = tensor.contiguous()
+        received = torch.empty_like(tensor)
+        addresses = tensor.data_ptr(), received.data_ptr()
+        self._memory.meet(RANK_EXCHANGE, *addresses, tensor.nbytes, 0, destination, source)
+        return received
+
+    def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        assert tensor.is_contiguous() and len(tensor) == self.size
+        received = torch.empty_like(tensor)
+        addresses = tensor.data_ptr(), received.data_ptr()
+        self._memory.meet(RANK_ALL_TO_ALL, *addresses, tensor.nbytes // self.size)
+        return received
+
+    def close(self) -> None:
+        """Ends the group; other ranks that wait in a collective fail."""
+        self._memory.close()
 
 
 class OrderedSums:
@@ -161,10 +223,22 @@ def _wait(work: Any) -> None:
         work.wait()
 
 
+JoinedGroup = SingleGroup | SharedMemoryTP | ProcessGroupTP
+
+
 def make_process_group(
-    store: Store, rank: int, size: int, device: str, *, host: str = "127.0.0.1", timeout_s: float = 300.0
-) -> TPGroup:
-    """Joins `size` ranks that share `store`: NCCL on CUDA, else Gloo bound to `host`. A single rank needs no group."""
+    store: Store,
+    rank: int,
+    size: int,
+    device: str,
+    *,
+    host: str = "127.0.0.1",
+    timeout_s: float = 300.0,
+    obstacle: str = "",
+) -> JoinedGroup:
+    """Joins `size` ranks that share `store`: by NCCL on CUDA, else in memory if they can share it, else by Gloo, bound
+    to `host`. A single rank needs no group. `obstacle`: why they are not to share memory, on each
+    of them alike."""
     if size == 1:
         return SingleGroup()
     timeout = timedelta(seconds=timeout_s)
@@ -172,9 +246,14 @@ def make_process_group(
         torch.cuda.set_device(torch.device(device).index or 0)
         nccl_options = dist.ProcessGroupNCCL.Options()
         nccl_options._timeout = timeout
-        return ProcessGroupTP(dist.ProcessGroupNCCL(store, rank, size, nccl_options))
+        return ProcessGroupTP(dist.ProcessGroupNCCL(store, rank, size, nccl_options), "by NCCL")
+    memory, reason = None, obstacle
+    if not obstacle:
+        memory, reason = share_memory(PrefixStore("memory", store), rank, size, timeout_s)
+    if memory is not None:
+        return SharedMemoryTP(memory, reason)
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=host)]
     options._timeout = timeout
-    return ProcessGroupTP(gloo(store, rank, size, options))
+    return ProcessGroupTP(gloo(store, rank, size, options), f"by Gloo over {host}, since {reason}")

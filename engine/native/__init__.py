@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import math
+import sys
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from engine.native.build import BuildFailed, build
-from engine.native.structures import DecodeBatch, DecodeModel, NativeExperts, Tiles, Weight
+from engine.native.structures import DecodeBatch, DecodeModel, NativeExperts, SharedRank, Tiles, Weight
 
 DTYPES = (torch.float32, torch.bfloat16)
 MAX_HEAD_DIM = 1024
@@ -80,6 +81,13 @@ class Native:
             pages = [_POINTER, _POINTER, _FLAG, _POINTER, _POINTER]
             tail = [*[_COUNT] * 6, _FLOAT, _COUNT, _FLOAT, _POINTER]
             self._prompt = self._bind("prompt_attention", [_POINTER, _COUNT, *pages, *tail])
+
+        if sys.platform == "linux":
+            memory, count = ctypes.POINTER(SharedRank), ctypes.c_int32
+            arguments = [memory, count, _POINTER, _POINTER, _COUNT, _COUNT, count, count]
+            self.ranks_meet = self._bind("ranks_meet", arguments, count)
+            self.ranks_leave = self._bind("ranks_leave", [memory])
+            self.ranks_bytes = self._bind("ranks_bytes", [_COUNT, _COUNT], _COUNT)
 
     def fixed(self) -> Native:
         """Returns the same library, for a model whose rows are to have the same bits in any step."""

@@ -31,6 +31,43 @@ inline void store(bfloat16* to, float x) {
   to->bits = static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+struct float16 {
+  uint16_t bits;
+};
+
+inline float to_float(float16 x) {
+  const uint32_t exponent = x.bits & 0x7c00, rest = static_cast<uint32_t>(x.bits & 0x7fff) << 13;
+  uint32_t bits = rest + (exponent == 0x7c00 ? 0x70000000u : 0x38000000u);
+  if (exponent == 0) {
+    const float tiny = static_cast<float>(x.bits & 0x3ff) * 0x1p-24f;
+    std::memcpy(&bits, &tiny, sizeof bits);
+  }
+  bits |= static_cast<uint32_t>(x.bits & 0x8000) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// To nearest, ties to even.
+inline void store(float16* to, float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  const uint32_t sign = (bits >> 16) & 0x8000, size = bits & 0x7fffffff;
+  uint32_t half;
+  if (size >= 0x47800000) {
+    half = size > 0x7f800000 ? 0x7e00 : 0x7c00;
+  } else if (size < 0x38800000) {
+    float shifted;
+    std::memcpy(&shifted, &size, sizeof shifted);
+    shifted += 0.5f;  // whose last bit is that of the smallest float16
+    std::memcpy(&half, &shifted, sizeof half);
+    half -= 0x3f000000;
+  } else {
+    half = (size - 0x38000000 + 0xfff + ((size >> 13) & 1)) >> 13;
+  }
+  to->bits = static_cast<uint16_t>(sign | half);
+}
+
 inline float rounded(float x, float) { return x; }
 
 inline float rounded(float x, bfloat16) {

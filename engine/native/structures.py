@@ -20,6 +20,7 @@ import ctypes
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 _POINTER, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -141,4 +142,29 @@ class DecodeBatch(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("token_ids", "positions", "slots", "lengths", "tables", "logits", "spent")),
         *((name, _COUNT) for name in ("tokens", "table_width")),
+    )
+
+
+RANK_SUMS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Kinds of collectives of ranks.cpp that sum, by type."""
+RANK_GATHER, RANK_BROADCAST, RANK_EXCHANGE, RANK_ALL_TO_ALL = range(3, 7)
+RANK_LEFT, RANK_DIED, RANK_LATE, RANK_DIFFERS = range(1, 5)
+"""How one fails."""
+
+
+class RankSaid(ctypes.Structure):
+    """What a rank says of its collective."""
+
+    _fields_ = (*((name, ctypes.c_int32) for name in ("kind", "to", "from_", "unused")), ("bytes", _COUNT))
+
+
+class SharedRank(ctypes.Structure):
+    """A group of ranks that share memory, as one of them sees it: `Group` of ranks.cpp. `processes`: int32 [size],
+    descriptors that can be read once a rank's process has ended, -1 for this one's. Times are in nanoseconds."""
+
+    _fields_ = (
+        ("memory", _POINTER),
+        ("processes", _POINTER),
+        *((name, _COUNT) for name in ("size", "rank", "chunk_bytes", "timeout", "spin", "round", "blamed")),
+        ("theirs", RankSaid),
     )

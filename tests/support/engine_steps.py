@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from thread_group import ThreadGroup
+from torch.distributed import HashStore, Store
 
 from engine.checkpoint import Checkpoint
 from engine.cuda_graphs import Capture
@@ -20,7 +22,7 @@ from engine.models.folder import read_model
 from engine.sampling.params import SampleRow, SamplingParams
 from engine.sampling.sampler import Sampler
 from engine.step_input import SequenceSlice, StepInput, build_step
-from engine.tp import SingleGroup, TPGroup
+from engine.tp import ProcessGroupTP, SharedMemoryTP, SingleGroup, TPGroup, make_process_group
 
 Result = TypeVar("Result")
 
@@ -163,6 +165,38 @@ def on_each_rank(size: int, work: Callable[[TPGroup], Result]) -> list[Result]:
     if errors:
         raise errors[0]
     return [results[rank] for rank in range(size)]
+
+
+def join(by: str, store: Store, rank: int, size: int, timeout_s: float = 60.0) -> SharedMemoryTP | ProcessGroupTP:
+    """One rank of what `make_process_group` joins: by `gloo`, or in `memory` that they share."""
+    obstacle = "" if by == "memory" else "a test is of Gloo"
+    group = make_process_group(store, rank, size, "cpu", timeout_s=timeout_s, obstacle=obstacle)
+    assert isinstance(group, SharedMemoryTP if by == "memory" else ProcessGroupTP), group.origin
+    return group
+
+
+def on_joined_ranks(by: str, size: int, work: Callable[[TPGroup], Result]) -> list[Result]:
+    """Runs `work` on each rank of such a group, in threads. Raises what the first rank raised that failed."""
+    store = HashStore()
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> Result | None:
+        group = join(by, store, rank, size)
+        try:
+            result = work(group)
+            group.all_reduce(torch.zeros(1))  # nobody leaves while another still computes
+            return result
+        except BaseException as error:
+            errors.append(error)
+            return None
+        finally:
+            group.close()
+
+    with ThreadPoolExecutor(size) as pool:
+        results = list(pool.map(run, range(size)))
+    if errors:
+        raise errors[0]
+    return cast("list[Result]", results)
 
 
 def held_bytes(runner: ModelRunner) -> int:

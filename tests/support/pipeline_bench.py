@@ -254,7 +254,7 @@ def assert_equal(told: Sequence[Told]) -> None:
         assert [p for _, p in tokens] == pytest.approx([p for _, p in other[place]], abs=1e-4)
 
 
-def over_gloo(make: Callable[[TPGroup], ModelRunner]) -> list[ModelRunner]:
+def joined_ranks(make: Callable[[TPGroup], ModelRunner]) -> list[ModelRunner]:
     """Two ranks, made at once."""
     store = HashStore()
     with ThreadPoolExecutor(2) as pool:

@@ -1,4 +1,4 @@
-"""Tensor parallelism: shards over threads and over Gloo equal the whole model on one rank."""
+"""Tensor parallelism: shards over threads, over Gloo and in shared memory equal the whole model on one rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoints import make_checkpoint
-from engine_steps import generate, make_runner, on_each_rank, run_in_chunks, scattered_table
+from engine_steps import generate, make_runner, on_each_rank, on_joined_ranks, run_in_chunks, scattered_table
 from thread_group import ThreadGroup
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.utils._pytree import tree_leaves
@@ -69,36 +69,25 @@ def test_each_rank_holds_the_kv_of_its_own_heads(tmp_path: Path) -> None:
 
 
 def _over_gloo(size: int, work: Callable[[TPGroup], Any]) -> list[Any]:
-    """Ranks in threads, each with a Gloo group of its own, as processes would have."""
-    store = dist.HashStore()
-    results: dict[int, Any] = {}
-
-    def run(rank: int) -> None:
-        group = make_process_group(store, rank, size, "cpu", timeout_s=30.0)
-        results[rank] = work(group)
-        if isinstance(group, ProcessGroupTP):
-            group.all_reduce(torch.zeros(1))  # nobody leaves while another still computes
-            group.close()
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [results[rank] for rank in range(size)]
+    return on_joined_ranks("gloo", size, work)
 
 
-def test_a_gloo_group_computes_what_one_rank_does(tmp_path: Path) -> None:
+def _in_memory(size: int, work: Callable[[TPGroup], Any]) -> list[Any]:
+    return on_joined_ranks("memory", size, work)
+
+
+@pytest.mark.parametrize("run", [_over_gloo, _in_memory], ids=["gloo", "memory"])
+def test_a_group_computes_what_one_rank_does(run: Callable[..., list[Any]], tmp_path: Path) -> None:
     folder = make_checkpoint("qwen3", tmp_path)
     expected = run_in_chunks(make_runner(folder), IDS, CHUNKS)
 
-    ranks = _over_gloo(2, lambda tp: run_in_chunks(make_runner(folder, tp=tp), IDS, CHUNKS))
+    ranks = run(2, lambda tp: run_in_chunks(make_runner(folder, tp=tp), IDS, CHUNKS))
 
     assert torch.equal(ranks[0], ranks[1])
     assert (ranks[0] - expected).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("run", [on_each_rank, _over_gloo], ids=["threads", "gloo"])
+@pytest.mark.parametrize("run", [on_each_rank, _over_gloo, _in_memory], ids=["threads", "gloo", "memory"])
 def test_a_step_takes_unread_tokens_of_rank_0_on_every_rank(run: Callable[..., list[Any]], tmp_path: Path) -> None:
     """Rank 0 alone knows them when the step is launched; the KV of what follows shows that all had the same."""
     folder = make_checkpoint("llama", tmp_path)
@@ -116,7 +105,7 @@ def test_a_step_takes_unread_tokens_of_rank_0_on_every_rank(run: Callable[..., l
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("run", [on_each_rank, _over_gloo], ids=["threads", "gloo"])
+@pytest.mark.parametrize("run", [on_each_rank, _over_gloo, _in_memory], ids=["threads", "gloo", "memory"])
 def test_collectives_sum_and_join_in_rank_order(run: Callable[..., list[Any]], dtype: torch.dtype) -> None:
     def work(tp: TPGroup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         mine = torch.full((2, 3), float(tp.rank + 1), dtype=dtype)
@@ -133,7 +122,7 @@ def test_collectives_sum_and_join_in_rank_order(run: Callable[..., list[Any]], d
         assert stacked.shape == (6, 3) and stacked[:, 0].tolist() == [1, 1, 2, 2, 3, 3]
 
 
-@pytest.mark.parametrize("run", [on_each_rank, _over_gloo], ids=["threads", "gloo"])
+@pytest.mark.parametrize("run", [on_each_rank, _over_gloo, _in_memory], ids=["threads", "gloo", "memory"])
 def test_ranks_exchange_bytes_in_a_cycle_and_a_rank_without_a_partner_looks_on(run: Callable[..., list[Any]]) -> None:
     """0 to 2, 2 to 1 and 1 to 0; 3 stays by itself."""
     to, source = [2, 0, 1, 3], [1, 2, 0, 3]
@@ -146,7 +135,7 @@ def test_ranks_exchange_bytes_in_a_cycle_and_a_rank_without_a_partner_looks_on(r
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("run", [on_each_rank, _over_gloo], ids=["threads", "gloo"])
+@pytest.mark.parametrize("run", [on_each_rank, _over_gloo, _in_memory], ids=["threads", "gloo", "memory"])
 def test_each_rank_gets_its_part_of_what_every_rank_has(run: Callable[..., list[Any]], dtype: torch.dtype) -> None:
     def work(tp: TPGroup) -> torch.Tensor:
         return tp.all_to_all((10 * tp.rank + torch.arange(3)).to(dtype).repeat_interleave(4).view(3, 2, 2))

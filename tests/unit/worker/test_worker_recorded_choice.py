@@ -11,7 +11,7 @@ import torch
 from checkpoints import VOCAB_SIZE, make_checkpoint
 from engine_steps import make_runner
 from interpreted_kernels import DEVICE
-from pipeline_bench import assert_equal, over_gloo, told_by
+from pipeline_bench import assert_equal, joined_ranks, told_by
 from triton_sampling import Recordings
 
 from engine.attention.flash import FlashAttention
@@ -53,7 +53,7 @@ def test_what_is_chosen_in_recordings_is_what_steps_one_by_one_lead_to(
             return make_runner(folder, tp=tp, **sizes, graphs_up_to=12, capture=lambda work: (work(), work)[1])
         return make_runner(folder, tp=tp, **sizes, graphs_up_to=12, capture=recordings, sampler=sampler)
 
-    runners = [make(SingleGroup())] if num_ranks == 1 else over_gloo(make)
+    runners = [make(SingleGroup())] if num_ranks == 1 else joined_ranks(make)
     one_by_one = told_by([make_runner(folder, **sizes)], False, 16, requests=REQUESTS)
     overlapping = told_by(runners, True, 16, sampler, REQUESTS)
 

@@ -11,7 +11,7 @@ import plain_kernels
 import pytest
 from checkpoints import make_checkpoint
 from engine_steps import make_runner
-from pipeline_bench import BLOCK_SIZE, FEW_BLOCKS, Bench, assert_equal, over_gloo, told_by
+from pipeline_bench import BLOCK_SIZE, FEW_BLOCKS, Bench, assert_equal, joined_ranks, told_by
 
 from cluster.crash_record import CrashReader, CrashRecord
 from engine.attention.flash import FlashAttention
@@ -153,12 +153,12 @@ def test_a_model_gives_the_same_tokens_and_logprobs_with_steps_that_overlap(tmp_
 
 
 @pytest.mark.parametrize("num_blocks", [200, FEW_BLOCKS])
-def test_ranks_over_gloo_give_the_tokens_of_steps_one_by_one(tmp_path: Path, num_blocks: int) -> None:
+def test_joined_ranks_give_the_tokens_of_steps_one_by_one(tmp_path: Path, num_blocks: int) -> None:
     """Whatever ends a sequence: its length, a stop token, its router, or a preemption."""
     folder, sizes = make_checkpoint("llama", tmp_path), {"num_blocks": num_blocks, "block_size": BLOCK_SIZE}
     assert_equal(
         [
-            told_by(over_gloo(lambda tp: make_runner(folder, tp=tp, **sizes)), overlaps, num_blocks)  # type: ignore[arg-type]
+            told_by(joined_ranks(lambda tp: make_runner(folder, tp=tp, **sizes)), overlaps, num_blocks)  # type: ignore[arg-type]
             for overlaps in (False, True)
         ]
     )
@@ -181,7 +181,7 @@ def test_replayed_steps_take_tokens_of_the_step_before(tmp_path: Path, monkeypat
     assert_equal([told_by([one], False, 16), told_by([other], True, 16)])
     assert len(replayed) > 10
     replayed.clear()
-    ranks = over_gloo(
+    ranks = joined_ranks(
         lambda tp: make_runner(
             folder, tp=tp, num_blocks=16, block_size=256, kernels="torch", graphs_up_to=12, capture=counted
         )
