@@ -40,7 +40,7 @@ from engine.model_runner import ModelRunner
 from engine.models.experts import ExpertsConfig
 from engine.profiling import measure_activations
 from engine.sampling.sampler import Sampler
-from engine.tp import TPGroup, make_process_group
+from engine.tp import JoinedGroup, TPGroup, make_process_group
 from kv_transfer.block_store import FolderStore, StoreObjects
 from kv_transfer.disk_slots import DiskFolder
 from kv_transfer.fault_injection import Faults
@@ -91,7 +91,13 @@ def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> Load
     names = f"{settings.cluster_token}/{start.incarnation}"
     store = PrefixStore(names, connect_store(start.store_address, RENDEZVOUS_TIMEOUT_S))
     tp = make_process_group(
-        store, settings.tp_rank, settings.tp_size, resolved.device, host=settings.host, timeout_s=RENDEZVOUS_TIMEOUT_S
+        store,
+        settings.tp_rank,
+        settings.tp_size,
+        resolved.device,
+        host=settings.host,
+        timeout_s=RENDEZVOUS_TIMEOUT_S,
+        obstacle=_obstacle(settings, start),
     )
     sampler = Sampler(resolved.config.vocab_size, settings.engine.kernels)
     runner = ModelRunner(
@@ -123,8 +129,15 @@ def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> Load
         sampler.warm_up(runner.device)
     end_helpers()  # steps run on other threads
     resolved = with_transports_of(resolved, memory)
-    choices = _choices_of(runner, plan, settings)
+    choices = _choices_of(runner, plan, settings, tp)
     return LoadedRank(runner, transfer_engine, plan, resolved, sampler, choices)
+
+
+def _obstacle(settings: WorkerSettings, start: rank_pb2.Start) -> str:
+    """Why ranks do not share memory for their collectives, the same on each of them; empty: nothing is in the way."""
+    if not start.shares_memory:
+        return "a rank runs an older Baton"
+    return "engine.kernels is torch" if settings.engine.kernels == "torch" else ""
 
 
 def with_transports_of(resolved: Resolved, memory: PoolMemory | None) -> Resolved:
@@ -133,13 +146,14 @@ def with_transports_of(resolved: Resolved, memory: PoolMemory | None) -> Resolve
     return replace(resolved, transports=transports)
 
 
-def _choices_of(runner: ModelRunner, plan: MemoryPlan, settings: WorkerSettings) -> tuple[str, ...]:
+def _choices_of(runner: ModelRunner, plan: MemoryPlan, settings: WorkerSettings, tp: JoinedGroup) -> tuple[str, ...]:
     why = "" if runner.device.type == "cpu" else f" ({runner.attention_reason})"
     return (
         memory_line(plan),
         f"weights: {describe_weights(runner.config, settings.tp_size, runner.weight_form)}",
         f"attention: {runner.attention_name}{why}; Baton's own kernels: {runner.kernels_reason}",
         f"CUDA graphs: {runner.graphs_reason}",
+        *((f"collectives of {tp.size} ranks: {tp.origin}",) if tp.size > 1 else ()),
         *_experts_line(runner.config.experts, settings.engine.expert_rebalance_tokens),
     )
 
@@ -277,6 +291,7 @@ def rank_hello(settings: WorkerSettings, device: str) -> rank_pb2.RankHello:
         protocol=spoken(),
         takes_unread_tokens=True,
         splits_latents=settings.split_latents,
+        shares_memory=True,
     )
 
 

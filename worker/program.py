@@ -219,6 +219,7 @@ class Leader(RankProgram):
             hellos[said.tp_rank], sockets[said.tp_rank] = said, sock
         self._listener.close()
         ordered = [sockets[rank] for rank in sorted(sockets)]
+        start.shares_memory = all(said.shares_memory for said in hellos.values())
         for sock in ordered:
             write_frame(sock, rank_pb2.RankCommand(start=start))
         return ordered, [hellos[rank] for rank in sorted(hellos)]

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from cluster.pb import handoff_pb2 as cluster_dot_pb_dot_handoff__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x63luster/pb/rank.proto\x12\x11\x62\x61ton.internal.v1\x1a\x18\x63luster/pb/handoff.proto\"\xb3\x03\n\x0bRankCommand\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0e\n\x04step\x18\x02 \x01(\x0cH\x00\x12\x30\n\topen_pair\x18\x03 \x01(\x0b\x32\x1b.baton.internal.v1.OpenPairH\x00\x12\x32\n\nclose_pair\x18\x04 \x01(\x0b\x32\x1c.baton.internal.v1.ClosePairH\x00\x12/\n\x06gather\x18\x05 \x01(\x0b\x32\x1d.baton.internal.v1.ChunkPagesH\x00\x12\'\n\x04send\x18\x06 \x01(\x0b\x32\x17.baton.internal.v1.SendH\x00\x12\x30\n\x07receive\x18\x07 \x01(\x0b\x32\x1d.baton.internal.v1.ChunkPagesH\x00\x12\'\n\x04stop\x18\x08 \x01(\x0b\x32\x17.baton.internal.v1.StopH\x00\x12)\n\x05start\x18\t \x01(\x0b\x32\x18.baton.internal.v1.StartH\x00\x12\x33\n\x0bmove_blocks\x18\n \x01(\x0b\x32\x1c.baton.internal.v1.BlockMoveH\x00\x42\t\n\x07\x63ommand\"n\n\x05Start\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x15\n\rstore_address\x18\x02 \x01(\t\x12\x10\n\x08protocol\x18\x03 \x01(\t\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x13\n\x0b\x64isk_number\x18\x05 \x01(\r\"\x90\x01\n\x08OpenPair\x12\x12\n\npair_epoch\x18\x01 \x01(\t\x12\x11\n\tis_sender\x18\x02 \x01(\x08\x12+\n\x06remote\x18\x03 \x01(\x0b\x32\x1b.baton.internal.v1.KvLayout\x12\x30\n\x06\x61greed\x18\x04 \x01(\x0b\x32 .baton.internal.v1.ReceiverHello\"\x1f\n\tClosePair\x12\x12\n\npair_epoch\x18\x01 \x01(\t\"r\n\nChunkPages\x12\x12\n\npair_epoch\x18\x01 \x01(\t\x12\'\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x18.baton.internal.v1.Chunk\x12\x13\n\x0b\x62lock_table\x18\x03 \x03(\r\x12\x12\n\nafter_step\x18\x04 \x01(\x04\"(\n\x04Send\x12\x12\n\npair_epoch\x18\x01 \x01(\t\x12\x0c\n\x04slot\x18\x02 \x01(\r\"\xdd\x02\n\tBlockMove\x12/\n\x04kind\x18\x01 \x01(\x0e\x32!.baton.internal.v1.BlockMove.Kind\x12\x0f\n\x07sources\x18\x02 \x03(\r\x12\x0f\n\x07targets\x18\x03 \x03(\r\x12\x12\n\nafter_step\x18\x04 \x01(\x04\x12\x0e\n\x06groups\x18\x05 \x03(\r\x12\x0f\n\x07\x64igests\x18\x06 \x03(\x0c\x12\x13\n\x0b\x64isk_number\x18\x07 \x01(\r\"\xb2\x01\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\r\n\tKIND_SAVE\x10\x01\x12\r\n\tKIND_LOAD\x10\x02\x12\x0e\n\nKIND_SPILL\x10\x03\x12\r\n\tKIND_READ\x10\x04\x12\x0e\n\nKIND_FLUSH\x10\x05\x12\x12\n\x0eKIND_TAKE_OVER\x10\x06\x12\r\n\tKIND_PUSH\x10\x07\x12\x0e\n\nKIND_FETCH\x10\x08\x12\x14\n\x10KIND_FLUSH_STORE\x10\t\"\x06\n\x04Stop\"\xe5\x01\n\tRankReply\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12+\n\x05hello\x18\x04 \x01(\x0b\x32\x1c.baton.internal.v1.RankHello\x12\x35\n\nerror_kind\x18\x05 \x01(\x0e\x32!.baton.internal.v1.RankReply.Kind\"A\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x11\n\rKIND_TRANSFER\x10\x01\x12\x10\n\x0cKIND_CORRUPT\x10\x02\"\x9d\x01\n\tRankHello\x12\x0f\n\x07tp_rank\x18\x01 \x01(\r\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\r\n\x05token\x18\x05 \x01(\t\x12\x10\n\x08protocol\x18\x06 \x01(\t\x12\x1b\n\x13takes_unread_tokens\x18\x07 \x01(\x08\x12\x16\n\x0esplits_latents\x18\x08 \x01(\x08\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x63luster/pb/rank.proto\x12\x11\x62\x61ton.internal.v1\x1a\x18\x63luster/pb/handoff.proto\"\xb3\x03\n\x0bRankCommand\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0e\n\x04step\x18\x02 \x01(\x0cH\x00\x12\x30\n\topen_pair\x18\x03 \x01(\x0b\x32\x1b.baton.internal.v1.OpenPairH\x00\x12\x32\n\nclose_pair\x18\x04 \x01(\x0b\x32\x1c.baton.internal.v1.ClosePairH\x00\x12/\n\x06gather\x18\x05 \x01(\x0b\x32\x1d.baton.internal.v1.ChunkPagesH\x00\x12\'\n\x04send\x18\x06 \x01(\x0b\x32\x17.baton.internal.v1.SendH\x00\x12\x30\n\x07receive\x18\x07 \x01(\x0b\x32\x1d.baton.internal.v1.ChunkPagesH\x00\x12\'\n\x04stop\x18\x08 \x01(\x0b\x32\x17.baton.internal.v1.StopH\x00\x12)\n\x05start\x18\t \x01(\x0b\x32\x18.baton.internal.v1.StartH\x00\x12\x33\n\x0bmove_blocks\x18\n \x01(\x0b\x32\x1c.baton.internal.v1.BlockMoveH\x00\x42\t\n\x07\x63ommand\"\x85\x01\n\x05Start\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x15\n\rstore_address\x18\x02 \x01(\t\x12\x10\n\x08protocol\x18\x03 \x01(\t\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x13\n\x0b\x64isk_number\x18\x05 \x01(\r\x12\x15\n\rshares_memory\x18\x06 \x01(\x08\"\x90\x01\n\x08OpenPair\x12\x12\n\npair_epoch\x18\x01 \x01(\t\x12\x11\n\tis_sender\x18\x02 \x01(\x08\x12+\n\x06remote\x18\x03 \x01(\x0b\x32\x1b.baton.internal.v1.KvLayout\x12\x30\n\x06\x61greed\x18\x04 \x01(\x0b\x32 .baton.internal.v1.ReceiverHello\"\x1f\n\tClosePair\x12\x12\n\npair_epoch\x18\x01 \x01(\t\"r\n\nChunkPages\x12\x12\n\npair_epoch\x18\x01 \x01(\t\x12\'\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x18.baton.internal.v1.Chunk\x12\x13\n\x0b\x62lock_table\x18\x03 \x03(\r\x12\x12\n\nafter_step\x18\x04 \x01(\x04\"(\n\x04Send\x12\x12\n\npair_epoch\x18\x01 \x01(\t\x12\x0c\n\x04slot\x18\x02 \x01(\r\"\xdd\x02\n\tBlockMove\x12/\n\x04kind\x18\x01 \x01(\x0e\x32!.baton.internal.v1.BlockMove.Kind\x12\x0f\n\x07sources\x18\x02 \x03(\r\x12\x0f\n\x07targets\x18\x03 \x03(\r\x12\x12\n\nafter_step\x18\x04 \x01(\x04\x12\x0e\n\x06groups\x18\x05 \x03(\r\x12\x0f\n\x07\x64igests\x18\x06 \x03(\x0c\x12\x13\n\x0b\x64isk_number\x18\x07 \x01(\r\"\xb2\x01\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\r\n\tKIND_SAVE\x10\x01\x12\r\n\tKIND_LOAD\x10\x02\x12\x0e\n\nKIND_SPILL\x10\x03\x12\r\n\tKIND_READ\x10\x04\x12\x0e\n\nKIND_FLUSH\x10\x05\x12\x12\n\x0eKIND_TAKE_OVER\x10\x06\x12\r\n\tKIND_PUSH\x10\x07\x12\x0e\n\nKIND_FETCH\x10\x08\x12\x14\n\x10KIND_FLUSH_STORE\x10\t\"\x06\n\x04Stop\"\xe5\x01\n\tRankReply\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12+\n\x05hello\x18\x04 \x01(\x0b\x32\x1c.baton.internal.v1.RankHello\x12\x35\n\nerror_kind\x18\x05 \x01(\x0e\x32!.baton.internal.v1.RankReply.Kind\"A\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x11\n\rKIND_TRANSFER\x10\x01\x12\x10\n\x0cKIND_CORRUPT\x10\x02\"\xb4\x01\n\tRankHello\x12\x0f\n\x07tp_rank\x18\x01 \x01(\r\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\r\n\x05token\x18\x05 \x01(\t\x12\x10\n\x08protocol\x18\x06 \x01(\t\x12\x1b\n\x13takes_unread_tokens\x18\x07 \x01(\x08\x12\x16\n\x0esplits_latents\x18\x08 \x01(\x08\x12\x15\n\rshares_memory\x18\t \x01(\x08\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,26 +34,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_RANKCOMMAND']._serialized_start=71
   _globals['_RANKCOMMAND']._serialized_end=506
-  _globals['_START']._serialized_start=508
-  _globals['_START']._serialized_end=618
-  _globals['_OPENPAIR']._serialized_start=621
-  _globals['_OPENPAIR']._serialized_end=765
-  _globals['_CLOSEPAIR']._serialized_start=767
-  _globals['_CLOSEPAIR']._serialized_end=798
-  _globals['_CHUNKPAGES']._serialized_start=800
-  _globals['_CHUNKPAGES']._serialized_end=914
-  _globals['_SEND']._serialized_start=916
-  _globals['_SEND']._serialized_end=956
-  _globals['_BLOCKMOVE']._serialized_start=959
-  _globals['_BLOCKMOVE']._serialized_end=1308
-  _globals['_BLOCKMOVE_KIND']._serialized_start=1130
-  _globals['_BLOCKMOVE_KIND']._serialized_end=1308
-  _globals['_STOP']._serialized_start=1310
-  _globals['_STOP']._serialized_end=1316
-  _globals['_RANKREPLY']._serialized_start=1319
-  _globals['_RANKREPLY']._serialized_end=1548
-  _globals['_RANKREPLY_KIND']._serialized_start=1483
-  _globals['_RANKREPLY_KIND']._serialized_end=1548
-  _globals['_RANKHELLO']._serialized_start=1551
-  _globals['_RANKHELLO']._serialized_end=1708
+  _globals['_START']._serialized_start=509
+  _globals['_START']._serialized_end=642
+  _globals['_OPENPAIR']._serialized_start=645
+  _globals['_OPENPAIR']._serialized_end=789
+  _globals['_CLOSEPAIR']._serialized_start=791
+  _globals['_CLOSEPAIR']._serialized_end=822
+  _globals['_CHUNKPAGES']._serialized_start=824
+  _globals['_CHUNKPAGES']._serialized_end=938
+  _globals['_SEND']._serialized_start=940
+  _globals['_SEND']._serialized_end=980
+  _globals['_BLOCKMOVE']._serialized_start=983
+  _globals['_BLOCKMOVE']._serialized_end=1332
+  _globals['_BLOCKMOVE_KIND']._serialized_start=1154
+  _globals['_BLOCKMOVE_KIND']._serialized_end=1332
+  _globals['_STOP']._serialized_start=1334
+  _globals['_STOP']._serialized_end=1340
+  _globals['_RANKREPLY']._serialized_start=1343
+  _globals['_RANKREPLY']._serialized_end=1572
+  _globals['_RANKREPLY_KIND']._serialized_start=1507
+  _globals['_RANKREPLY_KIND']._serialized_end=1572
+  _globals['_RANKHELLO']._serialized_start=1575
+  _globals['_RANKHELLO']._serialized_end=1755
 # @@protoc_insertion_point(module_scope)

@@ -33,18 +33,20 @@ class RankCommand(_message.Message):
     def __init__(self, number: _Optional[int] = ..., step: _Optional[bytes] = ..., open_pair: _Optional[_Union[OpenPair, _Mapping]] = ..., close_pair: _Optional[_Union[ClosePair, _Mapping]] = ..., gather: _Optional[_Union[ChunkPages, _Mapping]] = ..., send: _Optional[_Union[Send, _Mapping]] = ..., receive: _Optional[_Union[ChunkPages, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., move_blocks: _Optional[_Union[BlockMove, _Mapping]] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("incarnation", "store_address", "protocol", "block_size", "disk_number")
+    __slots__ = ("incarnation", "store_address", "protocol", "block_size", "disk_number", "shares_memory")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     DISK_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    SHARES_MEMORY_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     store_address: str
     protocol: str
     block_size: int
     disk_number: int
-    def __init__(self, incarnation: _Optional[str] = ..., store_address: _Optional[str] = ..., protocol: _Optional[str] = ..., block_size: _Optional[int] = ..., disk_number: _Optional[int] = ...) -> None: ...
+    shares_memory: bool
+    def __init__(self, incarnation: _Optional[str] = ..., store_address: _Optional[str] = ..., protocol: _Optional[str] = ..., block_size: _Optional[int] = ..., disk_number: _Optional[int] = ..., shares_memory: bool = ...) -> None: ...
 
 class OpenPair(_message.Message):
     __slots__ = ("pair_epoch", "is_sender", "remote", "agreed")
@@ -151,7 +153,7 @@ class RankReply(_message.Message):
     def __init__(self, number: _Optional[int] = ..., error: _Optional[str] = ..., size_bytes: _Optional[int] = ..., hello: _Optional[_Union[RankHello, _Mapping]] = ..., error_kind: _Optional[_Union[RankReply.Kind, str]] = ...) -> None: ...
 
 class RankHello(_message.Message):
-    __slots__ = ("tp_rank", "pid", "host", "device", "token", "protocol", "takes_unread_tokens", "splits_latents")
+    __slots__ = ("tp_rank", "pid", "host", "device", "token", "protocol", "takes_unread_tokens", "splits_latents", "shares_memory")
     TP_RANK_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -160,6 +162,7 @@ class RankHello(_message.Message):
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     TAKES_UNREAD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SPLITS_LATENTS_FIELD_NUMBER: _ClassVar[int]
+    SHARES_MEMORY_FIELD_NUMBER: _ClassVar[int]
     tp_rank: int
     pid: int
     host: str
@@ -168,4 +171,5 @@ class RankHello(_message.Message):
     protocol: str
     takes_unread_tokens: bool
     splits_latents: bool
-    def __init__(self, tp_rank: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., token: _Optional[str] = ..., protocol: _Optional[str] = ..., takes_unread_tokens: bool = ..., splits_latents: bool = ...) -> None: ...
+    shares_memory: bool
+    def __init__(self, tp_rank: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., token: _Optional[str] = ..., protocol: _Optional[str] = ..., takes_unread_tokens: bool = ..., splits_latents: bool = ..., shares_memory: bool = ...) -> None: ...
