@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from cluster_fixture import BUNDLED_MODEL
 
+import router.examine
+import worker.examine
+from cluster.settings import WorkerSettings
+from tools.doctor import subject
 from tools.doctor.catalogue import CHECKS
 from tools.doctor.check import CheckResult, Finding, Result, examine
 from tools.doctor.subject import DoctorOptions
@@ -46,6 +53,35 @@ def ask(path: Path, *names: str, limit_s: float = 60.0, **options: Any) -> dict[
     assert len(wanted) == len(names or CHECKS), f"unknown among {names}"
     results = examine(DoctorOptions(path, is_file_named=True, limit_s=limit_s, **options), wanted)
     return {result.check.name: result for result in results}
+
+
+class RunHere:
+    """In the place of `ProgramRun`: what the program answers, found in this process, which has loaded torch, once
+    somebody asks for it."""
+
+    def __init__(self, module: str, arguments: Sequence[str] = (), request: Any = None, *, limit_s: float) -> None:
+        self._module, self._arguments, self._request = module, arguments, json.dumps(request)
+
+    @cached_property
+    def _answer(self) -> Any:
+        if self._module == "router.examine":
+            folder, *template = self._arguments
+            return router.examine.examine(Path(folder), *template)
+        asked = [WorkerSettings.from_json(json.dumps(values)) for values in json.loads(self._request)["workers"]]
+        return worker.examine.examine(asked)
+
+    def answer(self) -> Any:
+        return json.loads(json.dumps(self._answer))
+
+    def close(self) -> None:
+        pass
+
+
+def ask_here(path: Path, *names: str, **options: Any) -> dict[str, CheckResult]:
+    """As `ask`, without processes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subject, "ProgramRun", RunHere)
+        return ask(path, *names, **options)
 
 
 def the_problem(result: CheckResult) -> Finding:

@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 from certificates import Authority
-from doctored import ask, copy_model, the_problem, the_warning, write_config
+from doctored import ask as ask_programs
+from doctored import ask_here as ask
+from doctored import copy_model, the_problem, the_warning, write_config
 from scripted_router import ROOT
 
 from benchmarks.redis_server import RedisServer, running_redis
@@ -93,7 +95,7 @@ def test_a_flash_attn_that_was_built_for_another_torch_is_named(
     (package / "__init__.py").write_text("raise ImportError('undefined symbol: _ZN3c105ErrorC2E')\n")
     monkeypatch.setenv("PYTHONPATH", str(package.parent))
     config = write_config(tmp_path, engine={"device": "cuda", "kernels": "auto"})
-    found = the_warning(ask(config, "flash-attn")["flash-attn"])
+    found = the_warning(ask_programs(config, "flash-attn")["flash-attn"])
     assert found.found == (
         "flash-attn of unknown version cannot be imported: ImportError: undefined symbol: _ZN3c105ErrorC2E"
     )
