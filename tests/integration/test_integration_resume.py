@@ -26,8 +26,8 @@ from tools.client import AdminClient, BatonClient
 from tools.generation_stream import Transcript
 
 WAIT_S = 90.0
-NUM_TOKENS = 200
-LONG_TOKENS = 1200
+NUM_TOKENS = 120
+LONG_TOKENS = 600
 pytestmark = pytest.mark.timeout(240)
 
 
@@ -136,7 +136,7 @@ def test_all_streams_go_on_when_the_router_of_the_default_cluster_is_killed(serv
                 os.kill(before.pids[0], signal.SIGKILL)
 
     def is_middle() -> bool:
-        return all(told) and sum(told) >= 60 * len(told)
+        return all(told) and sum(told) >= 40 * len(told)
 
     with BatonClient(served.address) as client:
         undisturbed = [read(client, spec) for spec in specs()] * copies
@@ -150,11 +150,10 @@ def test_all_streams_go_on_when_the_router_of_the_default_cluster_is_killed(serv
     assert outputs == undisturbed
 
 
-def check_resumed_elsewhere(address: str, other: str) -> None:
-    """A stream that is left where it may be resumed goes on at another router."""
-    spec = token_spec(range(4, 80), 120, temperature=0.9, seed=1, top_logprobs=1)
+def check_resumed_elsewhere(address: str, other: str, undisturbed: Any) -> None:
+    """A stream of the second of `specs` that is left where it may be resumed goes on at another router."""
+    spec = specs()[1]
     with BatonClient(address) as client, BatonClient(other) as elsewhere:
-        undisturbed = read(elsewhere, spec)
         spec.resume.SetInParent()
         transcript, is_resumable = Transcript(), False
         with client.stream(spec, timeout_s=WAIT_S) as stream:
@@ -179,8 +178,10 @@ def check_resumed_elsewhere(address: str, other: str) -> None:
 def test_a_stream_is_resumed_at_another_router(served: Served) -> None:
     """Both are at one port: with eight connections more it is all but sure that some are the other router's."""
     assert served.router("router-1").address == served.address
+    with BatonClient(served.address) as client:
+        undisturbed = read(client, specs()[1])
     for _ in range(8):
-        check_resumed_elsewhere(served.address, served.address)
+        check_resumed_elsewhere(served.address, served.address, undisturbed)
 
 
 def test_the_journal_is_one_private_file(served: Served) -> None:
@@ -239,7 +240,7 @@ def test_nothing_fails_while_redis_is_killed_flushed_stopped_and_started(
         def disturb(count: int) -> None:
             """A fault every so many tokens of one stream."""
             told[0] += count
-            if done[0] < len(faults) and told[0] > 50 * (done[0] + 1):
+            if done[0] < len(faults) and told[0] > 40 * (done[0] + 1):
                 faults[done[0]]()
                 done[0] += 1
 
@@ -251,7 +252,7 @@ def test_nothing_fails_while_redis_is_killed_flushed_stopped_and_started(
         assert outputs == undisturbed
         status = cluster.status().router
         assert (status.num_failed, status.num_rejected) == (0, 0)
-        check_resumed_elsewhere(cluster.address, str(cluster.add_router("other")["address"]))
+        check_resumed_elsewhere(cluster.address, str(cluster.add_router("other")["address"]), undisturbed[1])
 
 
 def test_one_that_nobody_comes_back_to_is_freed_on_the_workers(tmp_path: Path) -> None:
