@@ -97,59 +97,6 @@ def test_a_killed_router_comes_back_on_its_port_and_hears_of_the_workers(cluster
     assert set(known) == {"prefill-0", "decode-0"}
 
 
-def test_a_killed_controller_comes_back_adopts_what_serves_and_starts_what_has_ended(watched_alone: Watched) -> None:
-    watched = watched_alone
-    before = watched.status()
-    address = watched.admin_address
-    os.kill(before["decode-0"]["pids"][0], signal.SIGKILL)
-    watched.until("ready", "decode-0")
-    before = watched.status()
-    watched.kill_controller()
-    assert watched.status() == before, "what serves is neither stopped nor started"
-    assert watched.admin_address == address, "operators find it where it was"
-    # Now something ends while nobody is there, and something is left over that nobody wants.
-    stray = stray_process(watched)
-    watched.edit("decode: {devices: 1", "decode: {devices: 2")
-    watched.kill_controller(and_pid=before["decode-0"]["pids"][0])
-    watched.until("ready", "decode-0")
-    until(lambda: watched.status().get("decode-1", {}).get("state") == "ready", "decode-1 is ready", WAIT_S)
-    until(lambda: watched.split() == (2, 2), "the change is done", WAIT_S)
-    after = watched.status()
-    assert {name: after[name]["pids"] == before[name]["pids"] for name in before} == {
-        "router": True,
-        "prefill-0": True,
-        "prefill-1": True,
-        "decode-0": False,
-    }
-    assert after["decode-1"]["state"] == "ready"
-    assert set(watched.workers_of_router()) == {"prefill-0", "prefill-1", "decode-0", "decode-1"}
-    assert not is_running(stray)
-    # And once a change has been accepted, which is then carried out to its end.
-    with AdminClient(watched.admin_address) as admin:
-        admin.set_roles(1, 3)
-    watched.kill_controller()
-    until(lambda: watched.split() == (1, 3), "the change is done", WAIT_S)
-    assert {name: group["pids"] for name, group in watched.status().items()} == {
-        name: group["pids"] for name, group in after.items()
-    }, "a flip is a label, and nothing was started"
-
-
-def stray_process(cluster: Cluster) -> int:
-    """The pid of a process of this cluster that serves and that no configuration names."""
-    import ray
-
-    from controller.adoption import ProcessIdentity
-    from controller.ray_actors import Process
-
-    identity = ProcessIdentity("prefill-7")
-    options = cluster.namespace.actor_options(identity)
-    actor: Any = ray.remote(Process).options(num_cpus=0, **options).remote("fake_worker_program", identity, None)
-    settings = WorkerSettings("prefill-7", "prefill", ModelSection("models/fake")).to_json()
-    cluster._get([actor.prepare.remote(settings), actor.start.remote()], timeout=WAIT_S)
-    pid: int = cluster._get(actor.locate.remote(), timeout=WAIT_S).pid
-    return pid
-
-
 def test_a_broken_checkpoint_is_reported_at_once_and_not_tried_again(ray_folder: Path, tmp_path: Path) -> None:
     cluster = Cluster(config_of("models/broken"), tmp_path)
     event = cluster.until("failed", "decode-0")
@@ -218,7 +165,8 @@ def test_a_flipped_worker_that_is_killed_comes_back_in_its_new_role(watched: Wat
 
 
 @pytest.mark.battery
-def test_another_tensor_parallel_size_starts_new_workers_and_stops_the_old(watched: Watched) -> None:
+def test_another_tensor_parallel_size_starts_new_workers_and_stops_the_old(watched_alone: Watched) -> None:
+    watched = watched_alone
     before = watched.status()
     with AdminClient(watched.admin_address) as admin:
         (name,) = (process.name for process in admin.cluster().processes if process.role == worker_pb2.ROLE_DECODE)
@@ -258,6 +206,60 @@ def test_routers_are_replaced_at_their_ports_and_become_more_and_fewer(watched: 
     watched.edit("replicas: 2", "replicas: 1")
     watched.until_text("change", "done: 2:1")
     assert watched.status() == after
+
+
+def test_a_killed_controller_comes_back_adopts_what_serves_and_starts_what_has_ended(watched: Watched) -> None:
+    """The last test of this cluster, which it leaves otherwise."""
+    before = watched.status()
+    address = watched.admin_address
+    os.kill(before["decode-0"]["pids"][0], signal.SIGKILL)
+    watched.until("lost", "decode-0")
+    watched.until("ready", "decode-0")
+    before = watched.status()
+    watched.kill_controller()
+    assert watched.status() == before, "what serves is neither stopped nor started"
+    assert watched.admin_address == address, "operators find it where it was"
+    # Now something ends while nobody is there, and something is left over that nobody wants.
+    stray = stray_process(watched)
+    watched.edit("decode: {devices: 1", "decode: {devices: 2")
+    watched.kill_controller(and_pid=before["decode-0"]["pids"][0])
+    watched.until("ready", "decode-0")
+    until(lambda: watched.status().get("decode-1", {}).get("state") == "ready", "decode-1 is ready", WAIT_S)
+    until(lambda: watched.split() == (2, 2), "the change is done", WAIT_S)
+    after = watched.status()
+    assert {name: after[name]["pids"] == before[name]["pids"] for name in before} == {
+        "router": True,
+        "prefill-0": True,
+        "prefill-1": True,
+        "decode-0": False,
+    }
+    assert after["decode-1"]["state"] == "ready"
+    assert set(watched.workers_of_router()) == {"prefill-0", "prefill-1", "decode-0", "decode-1"}
+    assert not is_running(stray)
+    # And once a change has been accepted, which is then carried out to its end.
+    with AdminClient(watched.admin_address) as admin:
+        admin.set_roles(1, 3)
+    watched.kill_controller()
+    until(lambda: watched.split() == (1, 3), "the change is done", WAIT_S)
+    assert {name: group["pids"] for name, group in watched.status().items()} == {
+        name: group["pids"] for name, group in after.items()
+    }, "a flip is a label, and nothing was started"
+
+
+def stray_process(cluster: Cluster) -> int:
+    """The pid of a process of this cluster that serves and that no configuration names."""
+    import ray
+
+    from controller.adoption import ProcessIdentity
+    from controller.ray_actors import Process
+
+    identity = ProcessIdentity("prefill-7")
+    options = cluster.namespace.actor_options(identity)
+    actor: Any = ray.remote(Process).options(num_cpus=0, **options).remote("fake_worker_program", identity, None)
+    settings = WorkerSettings("prefill-7", "prefill", ModelSection("models/fake")).to_json()
+    cluster._get([actor.prepare.remote(settings), actor.start.remote()], timeout=WAIT_S)
+    pid: int = cluster._get(actor.locate.remote(), timeout=WAIT_S).pid
+    return pid
 
 
 def test_without_a_free_device_a_worker_is_replaced_in_its_place(ray_folder: Path, tmp_path: Path) -> None:
