@@ -110,10 +110,11 @@ def outputs_of(folder: Path) -> list[list[int]]:
 
 class Load(SteadyLoad):
     """Each prompt over and over, one thread for each, until it is left; what came of every request is held against
-    the outputs of each revision of the weights, those of the bundled model by default."""
+    the outputs of each revision of the weights, those of the bundled model by default. Half of the threads rest at any
+    time, so that what starts and changes beside them has processors, too."""
 
     def __init__(self, cluster: Cluster, *outputs: Sequence[list[int]]) -> None:
-        super().__init__(NUM_PROMPTS)
+        super().__init__(NUM_PROMPTS, rest=1.0)
         self._client = cluster.client
         self._outputs = outputs or (outputs_of(BUNDLED_MODEL),)
         self.revisions_seen: set[int] = set()

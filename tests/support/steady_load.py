@@ -21,9 +21,10 @@ WAIT_S = 120.0
 
 
 class SteadyLoad:
-    """`ask` is called over and over on each of so many threads."""
+    """`ask` is called over and over on each of so many threads, which rest `rest` times as long as each call took."""
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, num_threads: int, rest: float = 0.0) -> None:
+        self._rest = rest
         self.problems: list[str] = []
         self.num_done = 0
         self._changed = threading.Condition()
@@ -52,11 +53,14 @@ class SteadyLoad:
         raise NotImplementedError
 
     def _loop(self, number: int) -> None:
-        while not self._is_over.is_set():
+        took_s = 0.0
+        while not self._is_over.wait(self._rest * took_s):
+            asked_at = time.monotonic()
             try:
                 problem = self.ask(number)
             except BatonError as error:
                 problem = repr(error)
+            took_s = time.monotonic() - asked_at
             with self._changed:
                 self.num_done += 1
                 if problem:
