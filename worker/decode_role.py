@@ -46,6 +46,7 @@ class DecodeTask:
     spare: list[int] = field(default_factory=list)
     """Blocks reserved beyond the prompt's: head-room for the first token of each sequence."""
     is_reserved: bool = False
+    has_begun: bool = False  # the router knows what of its prompt was cached: not what a preemption left there
     live: dict[int, Sequence] = field(default_factory=dict)
     aborted: set[int] = field(default_factory=set)
     """Sequences the router ended before they were born."""
@@ -187,7 +188,8 @@ class DecodeRole:
         self._reserve_waiting()
         started = self._scheduler.admit()
         for sequence in started:
-            if sequence.is_fresh:
+            if sequence.is_fresh and not (task := self._tasks[sequence.request.key]).has_begun:
+                task.has_begun = True
                 self._reporter.emit_phase(sequence.request.key, Phase.PHASE_PREFILL, sequence.num_cached_tokens)
         if started:
             scheduled, more = self._scheduler.plan(budget)
@@ -346,8 +348,7 @@ class DecodeRole:
         for first in first_tokens:
             if not first.is_finished and first.sequence_index not in task.aborted:
                 output = task.request.first_output(first.sequence_index, first.token_id)
-                child = Sequence(task.request, first.sequence_index, prompt.arrival, output_token_ids=output)
-                born.append(child)
+                born.append(Sequence(task.request, first.sequence_index, prompt.arrival, output_token_ids=output))
         if born:
             self._reporter.emit_phase(task.request.key, Phase.PHASE_DECODE)
             self._adopt(task, born)
@@ -372,8 +373,7 @@ class DecodeRole:
 
     def _abort_sequence(self, task: DecodeTask, index: int) -> None:
         task.aborted.add(index)
-        sequence = task.live.get(index)
-        if sequence is not None and sequence.fan_out == 1:
+        if (sequence := task.live.get(index)) is not None and sequence.fan_out == 1:
             self._end_sequence(task, sequence)
 
     def _end_sequence(self, task: DecodeTask, sequence: Sequence) -> None:

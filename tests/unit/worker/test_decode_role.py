@@ -181,9 +181,25 @@ def test_what_bypasses_the_prefix_cache_is_found_by_nobody_else() -> None:
         assert around.reserved(key) == [0]
 
 
-def run_step(role: DecodeRole, *sampled: int) -> list[tuple[int, int]]:
+def test_what_a_preempted_prompt_finds_of_its_own_is_not_told_as_cached() -> None:
+    around = Surroundings()
+    role = around.role
+    role.admit(Request(FIRST, PROMPT, SamplingParams(max_output_tokens=12)), expect_handoff=False)
+    run_step(role, 1)
+    other = RequestKey("other", 1)
+    role.admit(Request(other, tuple(range(100, 140)), SamplingParams(), use_prefix_cache=False), expect_handoff=False)
+    while role.num_preemptions == 0:
+        run_step(role, 1, most_tokens=4)
+    while not role.resumed_tokens:
+        run_step(role, 1, most_tokens=4)
+    assert role.resumed_tokens["device"] > 0
+    told = [e.phase for e in around.heard if e.HasField("phase") and RequestKey.of(e.phase.key) == other]
+    assert [(p.phase, p.num_cached_tokens) for p in told] == [(generation_pb2.Heartbeat.PHASE_PREFILL, 0)]
+
+
+def run_step(role: DecodeRole, *sampled: int, most_tokens: int = 100) -> list[tuple[int, int]]:
     """One step, whose shares that reach their end lead to these tokens in turn; (sequence, tokens) of each share."""
-    scheduled, _, copies = role.plan(StepBudget(100))
+    scheduled, _, copies = role.plan(StepBudget(most_tokens))
     role.copied(copies)
     tokens = iter(sampled)
     for p in scheduled:
