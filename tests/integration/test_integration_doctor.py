@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 from certificates import Authority
 from cluster_fixture import BUNDLED_MODEL, PREFILL, PlainCluster
-from doctored import ask, the_problem, the_warning, write_config
+from doctored import ask_here as ask
+from doctored import the_problem, the_warning, write_config
 from fake_worker import FakeWorker
 from router_harness import Router, running_router
 from scripted_router import baton
