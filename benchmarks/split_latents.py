@@ -2,7 +2,7 @@
 
     python -m benchmarks.split_latents [--ranks 2] [--dtype float32] [--rounds 15]
 
-Ranks are processes over Gloo, one thread each, with `expert_parallel`. Both ways are computed in turn by the same
+Ranks are processes of one thread each, with `expert_parallel`. Both ways are computed in turn by the same
 ranks. A line has the medians of rank 0's steps, in all and of its processor, which other programs disturb less, and the
 medians of the ratios of neighbours.
 """

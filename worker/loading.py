@@ -97,7 +97,7 @@ def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> Load
         resolved.device,
         host=settings.host,
         timeout_s=RENDEZVOUS_TIMEOUT_S,
-        obstacle=_obstacle(settings, start),
+        obstacle=memory_obstacle(settings, start),
     )
     sampler = Sampler(resolved.config.vocab_size, settings.engine.kernels)
     runner = ModelRunner(
@@ -133,7 +133,7 @@ def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> Load
     return LoadedRank(runner, transfer_engine, plan, resolved, sampler, choices)
 
 
-def _obstacle(settings: WorkerSettings, start: rank_pb2.Start) -> str:
+def memory_obstacle(settings: WorkerSettings, start: rank_pb2.Start) -> str:
     """Why ranks do not share memory for their collectives, the same on each of them; empty: nothing is in the way."""
     if not start.shares_memory:
         return "a rank runs an older Baton"

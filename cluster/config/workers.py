@@ -122,8 +122,9 @@ class EngineSection:
     cache in place; else the CPU's."""
     kernels: choices.KernelsName = "auto"
     """Who computes on a CPU; native: Baton's kernels, compiled for the processor at the first start, which needs a C++
-    compiler; auto: those where they can be had, else torch. On a GPU, who computes between products and attention,
-    and who copies pages in a hand-off; auto: Baton's kernels in Triton where they can be had."""
+    compiler; auto: those where they can be had, else torch. Devices of one worker exchange tensors in shared memory by
+    the same kernels, else by Gloo. On a GPU, who computes between products and attention, and who copies pages in a
+    hand-off; auto: Baton's kernels in Triton where they can be had."""
     model_impl: choices.ModelImplName = field(default="auto", metadata=shared("both compute tokens of one request"))
     """Whose code computes the model; native: Baton's; transformers: transformers' own, with Baton's attention, paged KV
     and matrix products in it, which needs the extra baton[transformers]; auto: Baton's for the families that it has,

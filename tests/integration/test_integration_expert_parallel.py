@@ -35,11 +35,12 @@ def expected(folder: Path) -> list[int]:
 )
 def test_a_request_goes_from_two_groups_of_experts_to_four(kind: str, count: str, tmp_path: Path) -> None:
     """Seven experts, which neither number divides; decode slices nothing, prefill slices its experts in two. Both
-    place them anew by load while they compute."""
+    place them anew by load while they compute; prefill's ranks meet by Gloo, decode's in memory that they share."""
     folder = make_checkpoint(kind, tmp_path, **{count: 7})
     common = {"model_path": str(folder), "kv_cache_tokens": 2048, "chunk_tokens": 24, "max_num_batched_tokens": 48}
     common["expert_rebalance_tokens"] = 16
-    prefill = Worker(worker_id="prefill-0", role="prefill", tp_size=4, expert_parallel=2, metrics_port=0, **common)
+    torchs = {"tp_size": 4, "expert_parallel": 2, "metrics_port": 0, "kernels": "torch"}
+    prefill = Worker(worker_id="prefill-0", role="prefill", **torchs, **common)
     decode = Worker(worker_id="decode-0", role="decode", tp_size=4, expert_parallel=4, metrics_port=0, **common)
     with running(prefill, decode) as (sender, receiver):
         key = hand_off("experts", PROMPT, sender, receiver, sampling(max_output_tokens=NUM_TOKENS))
@@ -49,6 +50,9 @@ def test_a_request_goes_from_two_groups_of_experts_to_four(kind: str, count: str
             told = page.read().decode()
         with urllib.request.urlopen(f"http://{receiver.info.metrics_address}/metrics", timeout=10) as page:
             moved = re.search(r"^baton_expert_moves_total (\S+)", page.read().decode(), re.MULTILINE)
+        by_gloo = "collectives of 4 ranks: by Gloo over 127.0.0.1, since engine.kernels is torch"
+        assert by_gloo in sender.ranks[0].stderr()
+        assert "collectives of 4 ranks: in memory that they share" in receiver.ranks[0].stderr()
     assert moved is not None and float(moved[1]) > 0
     tokens = [line for line in told.splitlines() if line.startswith("baton_expert_tokens_total{")]
     experts = read_model(folder).experts

@@ -5,7 +5,9 @@ Sums in shared memory have the bits of terms added in float32 in the order of ra
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import gc
 import os
 import random
 import signal
@@ -106,8 +108,7 @@ class Call:
         return torch.stack([given[rank] for given in self.given])
 
     def __str__(self) -> str:
-        given = self.given[0]
-        return f"{self.name} of {given.dtype} {tuple(given.shape)} in dim {self.dim}"
+        return f"{self.name} of {self.given[0].dtype} {tuple(self.given[0].shape)} in dim {self.dim}"
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -277,13 +278,11 @@ def test_a_closed_group_ends_the_waits_of_the_others_and_serves_nobody(by: str) 
         for group in groups:
             with pytest.raises(FAILURES):
                 group.all_reduce(torch.ones(1))
-        for group in groups:
             group.close()
 
 
 def test_a_rank_may_leave_behind_its_last_collective() -> None:
     """The others read what it gave all the same."""
-    store = HashStore()
 
     def run(rank: int) -> list[torch.Tensor]:
         group = join("memory", store, rank, 3)
@@ -298,16 +297,14 @@ def test_a_rank_may_leave_behind_its_last_collective() -> None:
                 assert [one[::50_000].tolist() for one in found] == [[n, n + 1.0, n + 2.0] for n in range(4)]
 
 
-WRONG: dict[str, list[Callable[[TPGroup], Any]]] = {
-    "other sizes": [lambda tp: tp.all_reduce(torch.ones(2 + tp.rank))],
-    "sizes of many rounds": [lambda tp: tp.broadcast(torch.ones(400_000 + 4 * tp.rank))],
-    "other types": [lambda tp: tp.all_reduce(torch.ones(4, dtype=(torch.bfloat16, torch.float16)[tp.rank]))],
-    "other collectives": [lambda tp: (tp.broadcast, tp.all_gather)[tp.rank](torch.ones(4))],
-    "a rank that skips one": [
-        lambda tp: [tp.all_gather(torch.ones(4)), tp.rank or tp.broadcast(torch.ones(4)), tp.all_gather(torch.ones(4))]
-    ],
-    "another partner": [lambda tp: tp.exchange(torch.ones(4, dtype=torch.uint8), 1, 1 - tp.rank)],
-    "more for the partner": [lambda tp: tp.exchange(torch.ones(4 + tp.rank, dtype=torch.uint8), *[1 - tp.rank] * 2)],
+WRONG: dict[str, Callable[[TPGroup], Any]] = {
+    "other sizes": lambda tp: tp.all_reduce(torch.ones(2 + tp.rank)),
+    "sizes of many rounds": lambda tp: tp.broadcast(torch.ones(400_000 + 4 * tp.rank)),
+    "other types": lambda tp: tp.all_reduce(torch.ones(4, dtype=(torch.bfloat16, torch.float16)[tp.rank])),
+    "other collectives": lambda tp: (tp.broadcast, tp.all_gather)[tp.rank](torch.ones(4)),
+    "a rank that skips one": lambda tp: [tp.rank or tp.broadcast(torch.ones(4)), tp.all_gather(torch.ones(4))],
+    "another partner": lambda tp: tp.exchange(torch.ones(4, dtype=torch.uint8), 1, 1 - tp.rank),
+    "more for the partner": lambda tp: tp.exchange(torch.ones(4 + tp.rank, dtype=torch.uint8), *[1 - tp.rank] * 2),
 }
 
 
@@ -318,7 +315,7 @@ def test_ranks_that_call_different_collectives_are_told(what: str) -> None:
     def run(rank: int) -> BaseException | None:
         group = join("memory", store, rank, 2)
         try:
-            WRONG[what][0](group)
+            WRONG[what](group)
         except (InternalError, Unavailable, AssertionError) as error:
             return error
         finally:
@@ -383,10 +380,20 @@ def test_ranks_that_cannot_share_memory_use_gloo_and_say_why(
 
 
 def test_a_group_that_is_dropped_leaves_nothing() -> None:
-    def held() -> tuple[int, int, list[str]]:
-        mapped = Path("/proc/self/maps").read_text().count("memfd:baton-ranks")
-        return len(os.listdir("/proc/self/fd")), mapped, sorted(os.listdir("/dev/shm"))
+    def held() -> list[str]:
+        """Mappings of such memory in this process, and descriptors of it or of a process."""
+        mapped = [
+            line.split()[-2] for line in Path("/proc/self/maps").read_text().splitlines() if "baton-ranks" in line
+        ]
+        links = []
+        for descriptor in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                links.append(os.readlink(descriptor))
+        return sorted([*mapped, *(link for link in links if "baton-ranks" in link or "pidfd" in link)])
 
+    gc.collect()
     before = held()
-    on_joined_ranks("memory", 3, lambda tp: tp.all_reduce(torch.ones(1)))
+    group_held = on_joined_ranks("memory", 3, lambda tp: held())
+    assert all(len(during) > len(before) for during in group_held)
+    gc.collect()
     assert held() == before

@@ -11,7 +11,7 @@ from cluster.errors import ConfigError
 from cluster.pb import rank_pb2
 from cluster.settings import WorkerSettings
 from engine.attention.triton import TritonAttention
-from worker.loading import overlaps_steps, rank_hello, use_device
+from worker.loading import memory_obstacle, overlaps_steps, rank_hello, use_device
 from worker.resolved import Resolved, resolve
 
 MODEL = Path(__file__).resolve().parents[3] / "models" / "tiny-shakespeare"
@@ -82,6 +82,13 @@ def test_every_rank_has_blocks_of_the_size_that_rank_0_has_resolved() -> None:
     own = resolved(device="cpu", tp_rank=1)
     assert own.led_by(rank_pb2.Start(block_size=256)).layout.block_size == 256
     assert own.led_by(rank_pb2.Start()).block_size == 16, "of an older build, which says nothing"
+
+
+def test_ranks_share_memory_unless_one_knows_of_none_or_torch_computes() -> None:
+    ours, start = resolved(device="cpu", tp_size=2).settings, rank_pb2.Start(shares_memory=True)
+    assert rank_hello(ours, "cpu").shares_memory and memory_obstacle(ours, start) == ""
+    assert memory_obstacle(ours, rank_pb2.Start()) == "a rank runs an older Baton"
+    assert memory_obstacle(resolved(device="cpu", kernels="torch").settings, start) == "engine.kernels is torch"
 
 
 def test_threads_that_compute_take_their_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
