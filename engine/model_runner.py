@@ -43,7 +43,7 @@ from engine.sampling.prompt_logprobs import PromptScores, score_rows
 from engine.sampling.sampler import Sampler
 from engine.sampling.samples import Samples
 from engine.step_input import IntArray, StepInput
-from engine.tp import OrderedSums, TPGroup
+from engine.tp import TPGroup, with_ordered_sums
 
 
 class StepOutput(NamedTuple):
@@ -96,7 +96,7 @@ class ModelRunner:
         self.config = read_model(model_path, model_impl).divided(tp.size, expert_parallel, split_latents)
         if deterministic:
             self.config.check_deterministic()
-        tp = OrderedSums(tp) if deterministic and tp.size > 1 else tp
+        tp = with_ordered_sums(tp) if deterministic else tp
         self._tp = tp
         self.device = torch.device(resolve_device(device))
         self.dtype = resolve_dtype(self.config, dtype, str(self.device))

@@ -217,6 +217,11 @@ class OrderedSums:
         return self._group.all_to_all(tensor)
 
 
+def with_ordered_sums(group: TPGroup) -> TPGroup:
+    """Returns a group whose sums are as those of `OrderedSums`: the same one where they are already."""
+    return group if isinstance(group, SingleGroup | SharedMemoryTP) else OrderedSums(group)
+
+
 def _wait(work: Any) -> None:
     """Some groups leave nothing to wait for."""
     if work is not None:
@@ -237,8 +242,7 @@ def make_process_group(
     obstacle: str = "",
 ) -> JoinedGroup:
     """Joins `size` ranks that share `store`: by NCCL on CUDA, else in memory if they can share it, else by Gloo, bound
-    to `host`. A single rank needs no group. `obstacle`: why they are not to share memory, on each
-    of them alike."""
+    to `host`. A single rank needs no group. `obstacle`: why they are not to share memory, the same on each of them."""
     if size == 1:
         return SingleGroup()
     timeout = timedelta(seconds=timeout_s)

@@ -67,8 +67,8 @@ class StoredBlocks(TieredBlocks):
     # Finding
 
     def to_look_up(self, token_ids: Sequence[int], salt: bytes) -> list[list[TierKey]]:
-        """What a prompt could use of the store, block by block of its tokens, from the first that is not found here.
-        Whatever is missing, nothing behind it can be used."""
+        """Returns what a prompt could use of the store, block by block of its tokens, from the first that is not found
+        here. Whatever is missing, nothing behind it can be used."""
         places = range(len(self.groups))
         rows = [
             [(place, digest) for place in places]
@@ -140,7 +140,7 @@ class StoredBlocks(TieredBlocks):
         return new
 
     def _want(self, keys: Iterable[TierKey]) -> None:
-        """Of what is wanted already, and of beginnings, nothing makes room for these."""
+        """Has these saved and pushed, while there is room: nothing that is wanted already, or begins a prompt, goes."""
         new = (key for key in keys if key not in self._wanted and key not in self._private)
         self._wanted.update(dict.fromkeys(islice(new, max(0, _MOST_WANTED - len(self._wanted)))))
 

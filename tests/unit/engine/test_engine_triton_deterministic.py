@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import VOCAB_SIZE, make_checkpoint
-from engine_steps import make_runner, on_each_rank, run_in_chunks
+from engine_steps import make_runner, on_each_rank, on_joined_ranks, run_in_chunks
 from interpreted_kernels import DEVICE
 from packed_checkpoints import Format, make_packed
 
@@ -201,6 +201,20 @@ def test_two_ranks_give_a_token_the_same_bits_in_any_step(tmp_path: Path) -> Non
         return [run_in_chunks(runner, ids, chunks) for chunks in ([20], [11, 1, 6, 1, 1])]
 
     for whole, parts in on_each_rank(2, logits):
+        assert torch.equal(whole, parts)
+
+
+def test_ranks_that_share_memory_give_a_token_the_same_bits_as_they_are(tmp_path: Path) -> None:
+    if KERNELS is None:
+        pytest.skip(f"no kernels for the CPU here: {WHY_NOT}")
+    folder, ids = make_checkpoint("llama", tmp_path, num_hidden_layers=2), tokens(20)
+
+    def logits(tp: TPGroup) -> list[torch.Tensor]:
+        runner = make_runner(folder, tp=tp, deterministic=True)
+        assert runner._tp is tp
+        return [run_in_chunks(runner, ids, chunks) for chunks in ([20], [11, 1, 6, 1, 1])]
+
+    for whole, parts in on_joined_ranks("memory", 2, logits):
         assert torch.equal(whole, parts)
 
 
