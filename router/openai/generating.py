@@ -297,8 +297,8 @@ class OtherLines:
 
     answer: Callable[[dict[str, Any], Call, str], Awaitable[Mapping[str, Any]]]
     """(body, call, id of the request): raises as GenerationService does."""
-    names: Mapping[str, str]
-    """Names of fields of the .proto in such a body, as `failure_of` takes them."""
+    names_of: Callable[[dict[str, Any]], Mapping[str, str]]
+    """Names of fields of the .proto in a body, as `failure_of` takes them."""
 
 
 class LineAnswerer:
@@ -327,7 +327,7 @@ class LineAnswerer:
             return LineResult(200, await self._whole(batch, line, request_id))
         except BatonError as error:
             other = self._others.get(batch.endpoint)
-            failure = failure_of(error, specs.names_of(line.body) if other is None else other.names)
+            failure = failure_of(error, (specs if other is None else other).names_of(line.body))
             retry_after_s, is_refusal = None, error.grpc_code == "RESOURCE_EXHAUSTED"
             if is_refusal or error.grpc_code == "UNAVAILABLE":
                 retry_after_s = error.retry_after_s or _RETRY_AFTER_S

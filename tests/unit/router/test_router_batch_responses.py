@@ -39,3 +39,22 @@ async def test_a_batch_of_responses_of_which_those_are_kept_that_say_so(tmp_path
     assert (kept, [answer["store"] for answer in good]) == ([404, 200], [False, True])
     assert bad[:2] == ["stream", "background"] and bad[2].startswith("input")
     assert batch.usage is not None and batch.usage.total_tokens == sum(a["usage"]["total_tokens"] for a in good)
+
+
+@pytest.mark.asyncio
+async def test_a_line_whose_tool_is_wrong_is_told_the_place_in_its_own_body(tmp_path: Path) -> None:
+    function = {"type": "function", "name": "f", "parameters": {"type": "array"}}
+    tools = [[function], [{"type": "namespace", "name": "n", "description": "d", "tools": [function]}], [{"type": "x"}]]
+    async with serving(tmp_path, pair(lambda _: [ids("yes")])) as (router, _), sdk(router) as client:
+        lines = [
+            {"custom_id": f"{number}", "method": "POST", "url": "/v1/responses"}
+            | {"body": {"model": "model", "input": "hi", "tools": each}}
+            for number, each in enumerate(tools)
+        ]
+        file = await client.files.create(file=jsonl(*lines), purpose="batch")
+        reply = await client.batches.create(input_file_id=file.id, endpoint="/v1/responses", completion_window="24h")
+        batch = await over(router, client, reply.id)
+        errors = [line["response"]["body"]["error"] for line in await results(client, batch.error_file_id)]
+    places = ["tools[0].parameters", "tools[0].tools[0].parameters", "tools[0].type"]
+    assert [error["param"] for error in errors] == places
+    assert all(place in error["message"] for error, place in zip(errors, places, strict=True)), errors
