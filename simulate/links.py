@@ -182,6 +182,12 @@ class UncountedHandoffs(HandoffMetrics):
 class DirectConnection(HandoffConnection):
     """A connection whose messages all arrive: none is numbered or counted, and no answer is overdue."""
 
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        """A `_Link` takes its messages as soon as it has been dialled or answered."""
+        super().__init__(*arguments, **more)
+        self.enqueue = _refuse
+        del self._queue  # a large cluster has tens of thousands of connections
+
     def stamp(self, message: HandoffMessage) -> HandoffMessage:
         return message
 
@@ -278,6 +284,10 @@ class _Link:
         assert isinstance(message, ReceiverMessage)
         self._is_greeted = True
         self._streams.greet(self._sender, message)
+
+
+def _refuse(_: HandoffMessage | None) -> None:
+    raise AssertionError("a message is sent on a connection that no link carries")
 
 
 def _deliver(connection: HandoffConnection, message: HandoffMessage | None) -> None:

@@ -204,6 +204,12 @@ class RunPipeline(StepPipeline):
     def is_idle(self) -> bool:
         return self._under_way is None
 
+    @property
+    def is_due(self) -> bool:
+        if (flight := self._under_way) is None:
+            return self._decode.has_work or self._prefill.has_work
+        return flight.run.is_done or (flight.run.num_steps > 1 and self._has_changed(flight))
+
     def advance(self, settings: WorkerSettings) -> bool:
         """Does what the pipeline's does, but that the next run is launched at once: then nothing is left to do."""
         flight = self._under_way
@@ -249,8 +255,8 @@ class RunPipeline(StepPipeline):
             self._reporter.flush()
         going_on, others = self._parted(decoding)
         size = size_of_shares(scheduled)
-        is_alike = len(going_on) == len(scheduled) and not copies
-        run = self._ranks.run_of(size, self._most_steps(going_on) if is_alike else 1)
+        goes_on = len(going_on) == len(scheduled) and not copies
+        run = self._ranks.run_of(size, self._most_steps(going_on) if goes_on else 1)
         if run.num_steps > 1 and not self._provide(going_on, run.num_steps):
             run.num_steps = 1
         self._ranks.begin(run, size)

@@ -7,7 +7,6 @@ one right after a step has ended. Its turns take no time; a step's curve has wha
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,19 +26,19 @@ from kv_transfer.layout import KvLayout
 from prefill_worker.sender import Sender
 from simulate import links
 from simulate.curves import LinearCurve, StepCurve
+from simulate.engine_thread import DirectInbox, SimulatedCore, SimulatedInbox, SimulatedSpeakingLoop
 from simulate.model import END_TOKEN, KvPages
 from simulate.network import Host, Network
 from simulate.ranks import Clockwork, SimulatedRanks
 from simulate.runs import NoPages, RunPipeline, RunRanks
-from simulate.virtual_loop import VirtualLoop
 from simulate.watched_pages import WatchedPages
 from simulate.wire import Lane, Nic, WireSpec
-from worker.core import Core, Inbox
+from worker.core import Core
 from worker.handoff_connection import HandoffConnection, HandoffContext
 from worker.handoff_metrics import HandoffMetrics
 from worker.handoff_streams import HandoffStreams, Handshake
 from worker.reporter import CacheReporter, Reporter
-from worker.service import SpeakingLoop, WorkerService
+from worker.service import WorkerService
 from worker.step_pipeline import StepPipeline
 from worker.steps import StepLog
 
@@ -111,46 +110,6 @@ class SimulatedCluster(Clockwork, Protocol):
     def fresh_name(self) -> str: ...
 
 
-class SimulatedInbox(Inbox):
-    """Has the engine thread take a turn whenever something is posted."""
-
-    def __init__(self, wake: Callable[[], None]) -> None:
-        super().__init__()
-        self._wake = wake
-        self._posted: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
-
-    def post(self, function: Callable[..., None], *arguments: Any) -> None:
-        self._posted.append((function, arguments))
-        self._wake()
-
-    def run(self, wait: bool) -> None:
-        while self._posted:
-            function, arguments = self._posted.popleft()
-            function(*arguments)
-
-
-class SimulatedSpeakingLoop(SpeakingLoop):
-    """The speaking loop is the loop of everybody."""
-
-    def __init__(self, loop: VirtualLoop) -> None:
-        self.loop = loop
-
-    def post(self, function: Callable[..., object], *arguments: Any) -> None:
-        self.loop.call_soon(function, *arguments)
-
-
-class SimulatedCore(Core):
-    """While its thread computes a step itself, it does nothing else: what there is to tell waits for the step's end."""
-
-    def __init__(self, computes: Callable[[], bool], *arguments: Any, **more: Any) -> None:
-        super().__init__(*arguments, **more)
-        self._computes = computes
-
-    def _flush(self, is_idle: bool) -> None:
-        if not self._computes():
-            super()._flush(is_idle)
-
-
 class SimulatedWorker:
     """Begins to serve when it is made; `die` ends it as a killed process ends."""
 
@@ -176,7 +135,7 @@ class SimulatedWorker:
         speaking = SimulatedSpeakingLoop(loop)
         timing = FailureTimeouts(transfer.heartbeat_s, transfer.suspect_after_s, transfer.dead_after_s)
         self.host = Host(cluster.network, f"{spec.worker_id}:1")
-        inbox = SimulatedInbox(self._wake)
+        self._inbox = inbox = self._make_inbox()
         num_blocks = spec.kv_tokens // spec.block_size
         pages, blocks = self._make_pool(num_blocks)
         self.nic = Nic(spec.wire)
@@ -219,12 +178,17 @@ class SimulatedWorker:
         if cluster.is_watched:
             loop.call_later(PROBE_S, self._probe)
 
+    def _make_inbox(self) -> SimulatedInbox:
+        if self._cluster.is_fast and not self.spec.long_tokens:
+            return DirectInbox(self._wake, lambda: self.core.is_turn_due)
+        return SimulatedInbox(self._wake)  # what is posted waits for the end of a step that the engine thread computes
+
     def _make_streams(self, handshake: Handshake, timing: FailureTimeouts) -> HandoffStreams:
         if self._cluster.is_fast:
             return links.DirectStreams(self._cluster.network, handshake, timing)
         return HandoffStreams(handshake, timing, open_channel=self.host.channel)
 
-    def _make_ranks(self, pages: KvPages, inbox: Inbox) -> SimulatedRanks:
+    def _make_ranks(self, pages: KvPages, inbox: SimulatedInbox) -> SimulatedRanks:
         spec, cluster = self.spec, self._cluster
         of_wire = spec.curve, self.nic, spec.kv_bytes_per_token, spec.command_s, inbox.post
         if cluster.is_fast:
@@ -298,7 +262,10 @@ class SimulatedWorker:
         self._is_due = self._is_settled = False
         if self.is_dead or self._cluster.loop.time() < self._hangs_until or self._computes():
             return
-        if self.core.turn(wait=False):
+        self._inbox.is_called = True
+        has_ended = self.core.turn(wait=False)
+        self._inbox.is_called = False
+        if has_ended:
             self._wake()
 
     def _computes(self) -> bool:

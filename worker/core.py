@@ -199,6 +199,20 @@ class Core:
         self._flush(is_idle=not has_ended)
         return has_ended
 
+    @property
+    def is_turn_due(self) -> bool:
+        """Whether a turn could do anything now but to look, apart from the calls that were posted."""
+        reporter = self.reporter
+        return (
+            self._steps.is_due
+            or reporter.has_gathered
+            or not (reporter.num_requests and self._had_requests)
+            or self.blocks.has_stored
+            or self._clock() >= self.stats_due
+            or self.tier is not None
+            or self.sessions is not None
+        )
+
     def stop(self) -> None:
         """On the engine thread (through the inbox)."""
         self._is_stopping = True

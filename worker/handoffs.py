@@ -134,8 +134,11 @@ class Handoffs:
 
     def _close_spare(self) -> None:
         """Closes connections to decode workers that nothing is on, least recently used first, down to the limit."""
-        outgoing = sorted((c for c in self._live() if c.is_sender), key=lambda c: c.last_used)
+        outgoing = [c for c in self._live() if c.is_sender]
+        if len(outgoing) <= self._max_pairs:
+            return
+        outgoing.sort(key=lambda c: c.last_used)
         idle = [c for c in outgoing[:-1] if not self._prefill.num_on(c.epoch)]
-        for connection in idle[: max(0, len(outgoing) - self._max_pairs)]:
+        for connection in idle[: len(outgoing) - self._max_pairs]:
             why = "it is idle, and more than max_pairs are open"
             connection.retire(worker_pb2.Failed.REASON_UNSPECIFIED, why)

@@ -51,6 +51,11 @@ class Reporter:
         return key in self._session_of
 
     @property
+    def has_gathered(self) -> bool:
+        """Whether anything waits to be sent."""
+        return bool(self._gathered)
+
+    @property
     def num_requests(self) -> int:
         return len(self._session_of)
 

@@ -150,6 +150,11 @@ class StepPipeline:
         self._flight: Flight | None = None
 
     @property
+    def is_due(self) -> bool:
+        """Whether `advance` may do anything, which only one that takes its steps in runs can tell."""
+        return True
+
+    @property
     def is_idle(self) -> bool:
         """Whether no step is under way."""
         return self._flight is None

@@ -7,9 +7,11 @@ import pytest
 from cluster.step_cost import StepCost
 from simulate.client import SimRequest
 from simulate.curves import LinearCurve
+from simulate.engine_thread import SimulatedInbox
 from simulate.faults import FaultPlan
 from simulate.report import RunReport
 from simulate.runs import StepRun
+from simulate.worker import SimulatedWorker
 from simulate.workload import RequestShape, SharedPrefixes, at_rate, lognormal, random_shapes, uniform
 from simulate.world import Cluster, ClusterSpec, Fidelity, RunResult, WorkerSpec
 
@@ -81,6 +83,20 @@ def test_a_client_that_leaves_and_an_output_that_ends_early_are_simulated_fast()
     assert {outcome.state.value for outcome in outcomes} == {"finished", "cancelled"}
     ended = [outcome for outcome in outcomes if outcome.is_finished]
     assert all(outcome.num_tokens == outcome.request.num_output_tokens for outcome in ended)
+
+
+@pytest.mark.parametrize("kv_tokens", [65536, 4096])
+def test_an_engine_thread_without_idle_turns_does_the_same_in_fewer_calls(
+    kv_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the small pool prompts wait for blocks, and sequences are preempted."""
+    requests = load(150, 14.0)
+    direct = run("fast", 2, 2, requests, kv_tokens)
+    monkeypatch.setattr(SimulatedWorker, "_make_inbox", lambda worker: SimulatedInbox(worker._wake))
+    by_turns = run("fast", 2, 2, requests, kv_tokens)
+    assert direct.outcomes == by_turns.outcomes
+    assert (direct.workers, direct.trace) == (by_turns.workers, by_turns.trace)
+    assert direct.num_calls < 0.9 * by_turns.num_calls
 
 
 def test_the_fast_fidelity_runs_twice_in_the_same_way() -> None:
