@@ -46,6 +46,8 @@ def filter_case(context, case):
     return not is_multipart or all(part not in (None, [], {}) for part in case.body.values())
 """
 """A part of a multipart body with nothing in it is not sent, so nobody can refuse it."""
+MAX_MODEL_LEN, QUEUE_TIMEOUT_S = 256, 20.0
+"""Many outputs of one call, or others in the background, as long as the model allows, must not outlast its time-out."""
 MESSAGES = [{"role": "user", "content": "Good morrow."}]
 EXAMPLES: dict[str, dict[str, Any]] = {
     "/v1/completions": {
@@ -114,13 +116,14 @@ def begin(base: str) -> dict[str, str]:
 
 def try_all(seconds: str, more: list[str], folder: Path) -> int:
     """Schemathesis' exit code."""
-    with PlainCluster(BUNDLED_MODEL, folder, router={"http_port": 0}) as cluster:
+    router = {"http_port": 0, "queue_timeout_s": QUEUE_TIMEOUT_S}
+    with PlainCluster(BUNDLED_MODEL, folder, router=router, max_model_len=MAX_MODEL_LEN) as cluster:
         base = f"http://{cluster.http_address}"
         file = folder / "openapi.json"
         file.write_text(json.dumps(document(base, **begin(base))), encoding="utf-8")
         hooks = folder / "hooks.py"
         hooks.write_text(HOOKS, encoding="utf-8")
-        given = ["--url", base, "--max-time", seconds, "--checks", ",".join(CHECKS), "--request-timeout", "60"]
+        given = ["--url", base, "--max-time", seconds, "--checks", ",".join(CHECKS), "--request-timeout", "180"]
         quiet = ["--continue-on-failure", "--suppress-health-check", "all", "--generation-database", "none"]
         command = [SCHEMATHESIS, "run", file, *given, *quiet, *more]
         environment = os.environ | {"SCHEMATHESIS_HOOKS": str(hooks)}
