@@ -38,6 +38,7 @@ class FailureAnswer(TypedDict):
 class TextAnswerBlock(TypedDict):
     type: Literal["text"]
     text: str
+    citations: None
 
 
 class ThinkingAnswerBlock(TypedDict):
