@@ -15,9 +15,9 @@ memory. The clusters of a round are measured one after the other, in an order th
     cached     prompt tokens that were cached, of those that a cache without bounds would have had
     ttft       milliseconds to the first token, of turns after the first: median and nine tenths
 
-With `--rolling`, clusters of `baton serve` with a prefill and a decode worker that are replaced, one by one, by a
-change of a rolling key under that load: what was cached of what could be, in the last turn of all sessions before the
-change, in those during it, and in the first one after it. With `--restart`, everything but the store is stopped and
+With `--rolling`, clusters of `baton serve` with prefill and decode workers (`--workers`) that are replaced, one by one,
+by a change of a rolling key under that load: what was cached of what could be, in the last turn of all sessions before
+the change, in those during it, and in the first one after it. With `--restart`, everything but the store is stopped and
 started anew before the last turn.
 """
 
@@ -41,6 +41,7 @@ from typing import Any
 
 from benchmarks.plain_cluster import ROOT, running_router, running_workers
 from benchmarks.served_cluster import ServedCluster
+from cli.change import parse_split
 from cluster.config.diff import set_values
 from cluster.config.load import load_config
 from controller.plan import plan_cluster
@@ -144,6 +145,8 @@ def roll(args: argparse.Namespace, load: Load, values: Mapping[str, Any], num_va
         served = {f"engine.{key}": value for key, value in values.items()}
         served |= {"model.path": str(args.model), "engine.kv_disk_path": folder, "engine.block_size": BLOCK}
         served |= {"model.max_model_len": (-(-load.most_tokens // BLOCK) + 1) * BLOCK}
+        num_workers = zip(("prefill", "decode"), parse_split(args.workers), strict=True)
+        served |= {f"roles.{role}.{key}": num for role, num in num_workers for key in ("devices", "min_workers")}
         with (
             ServedCluster.running(ROOT / "cluster.yaml", served) as cluster,
             BatonClient(cluster.address) as client,
@@ -255,6 +258,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rolling", action="store_true", help="replace the workers of a served cluster")
+    parser.add_argument("--workers", default="1:1", metavar="PREFILL:DECODE", help="of the clusters that are rolled")
     parser.add_argument("--restart", action="store_true", help="stop everything, and start it anew")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()

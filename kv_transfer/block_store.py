@@ -42,9 +42,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MOVE_TIMEOUT_S = 5.0
-"""The most that one move of blocks to the store or from it takes; beyond it they are computed."""
+"""The most that one move of blocks to the store or from it takes, half of it for a look at all objects; beyond it they
+are computed."""
 LOOK_TIMEOUT_S = 60.0
-"""The most that a look at all objects takes."""
+"""The most that a look at all objects is waited for where nobody writes."""
 AWAY_S = 10.0
 """A store that did not answer in time is left alone for so long."""
 FULL_SHARE = 7 / 8
@@ -216,16 +217,18 @@ class StoreObjects:
         for number in range(_THREADS):
             threading.Thread(target=self._help, name=f"kv-store-{number}", daemon=True).start()
 
-    def name_of(self, key: Key) -> str:
+    def name_of(self, key: Key, rank: int | None = None) -> str:
+        """`rank`: None: this one."""
         group, digest = key
         text = digest.hex()
-        return f"{self._namespace.hex()}/{text[:2]}/{text}.g{group}.r{self._tp_rank}"
+        return f"{self._namespace.hex()}/{text[:2]}/{text}.g{group}.r{self._tp_rank if rank is None else rank}"
 
     def push(self, keys: Sequence[Key], blocks: Iterable[bytes]) -> None:
         """Writes blocks of `block_bytes`. Raises OSError, of which StoreSilent."""
+        deadline = time.monotonic() + MOVE_TIMEOUT_S
         self._make_room(len(keys) * self.object_bytes)
         puts = (partial(self._put, key, block) for key, block in zip(keys, blocks, strict=True))
-        for _ in self._made(puts, _MOST_PUTS, MOVE_TIMEOUT_S):
+        for _ in self._made(puts, _MOST_PUTS, deadline - time.monotonic()):
             self.used_bytes += self.object_bytes
             self._num_unseen += self.object_bytes
 
@@ -253,28 +256,44 @@ class StoreObjects:
         return payload
 
     def find(self, keys: Sequence[Key], timeout_s: float) -> list[bool]:
-        """Whether each is there. Raises OSError, of which StoreSilent."""
-        return list(self._made((partial(self._store.has, self.name_of(key)) for key in keys), _THREADS, timeout_s))
+        """Whether the object of every rank is there, for each block. Raises OSError, of which StoreSilent."""
+        return list(self._made((partial(self._has, key) for key in keys), _THREADS, timeout_s))
 
-    def flush(self) -> None:
-        """Deletes all of this rank in this namespace. Raises OSError."""
+    def _has(self, key: Key) -> bool:
+        return all(self._store.has(self.name_of(key, rank)) for rank in range(self.num_ranks))
+
+    def flush(self) -> int:
+        """Deletes all of this rank in this namespace; returns the number of objects. Raises OSError."""
         first, last = f"{self._namespace.hex()}/", f".r{self._tp_rank}"
 
-        def delete() -> None:
+        def delete() -> int:
+            num = 0
             for each in self._store.objects():
                 if each.name.startswith(first) and each.name.endswith(last):
                     self._store.delete(each.name)
+                    num += 1
+            return num
 
-        list(self._made([delete], 1, LOOK_TIMEOUT_S))
+        return sum(self._made([delete], 1, LOOK_TIMEOUT_S))
 
     def look(self) -> None:
         """Sums up what is there, and deletes what is too much, those used least recently. Raises OSError."""
-        self._look_for(0)
+        self._look_for(0, LOOK_TIMEOUT_S)
 
-    def _look_for(self, num_bytes: int) -> None:
-        if self._looking.locked():  # one that takes long, say
+    def _look_for(self, num_bytes: int, timeout_s: float) -> None:
+        """A look that takes longer goes on, and is no sign of a store that answers nothing."""
+        self._leave_alone()
+        if self._looking.locked():
             raise StoreSilent("the KV store is being listed, which takes long")
-        list(self._made([partial(self._look, num_bytes)], 1, LOOK_TIMEOUT_S))
+        call = _Call(partial(self._look, num_bytes))
+        self._calls.put(call)
+        try:
+            call.future.result(timeout_s)
+        except TimeoutError:
+            if call.future.done():
+                raise  # the store's own
+            call.give_up()
+            raise StoreSilent(f"the KV store is being listed, which takes more than {timeout_s:g} s") from None
 
     def _look(self, num_bytes: int) -> None:
         """`num_bytes`: are to have room."""
@@ -301,17 +320,21 @@ class StoreObjects:
 
     def _make_room(self, num_bytes: int) -> None:
         if self.used_bytes + num_bytes > self.limit_bytes or (self._num_unseen + num_bytes) * _LOOKS > self.limit_bytes:
-            self._look_for(num_bytes)
+            self._look_for(num_bytes, MOVE_TIMEOUT_S / 2)
         if self.used_bytes + num_bytes > self.limit_bytes:
             raise OSError(f"the KV store has no room for {num_bytes} bytes, of {self.limit_bytes}")
 
     # Waiting
 
+    def _leave_alone(self) -> None:
+        """Raises StoreSilent for a while after the store did not answer."""
+        if (left_s := self._away_until - time.monotonic()) > 0:
+            raise StoreSilent(f"the KV store did not answer in time, and is left alone for {left_s:.0f} s more")
+
     def _made(self, calls: Iterable[Callable[[], T]], most: int, timeout_s: float) -> Iterator[T]:
         """Yields the results of calls in their order, `most` of which are under way at a time. A store that answers
         none in time is left alone for a while."""
-        if (left_s := self._away_until - time.monotonic()) > 0:
-            raise StoreSilent(f"the KV store did not answer in time, and is left alone for {left_s:.0f} s more")
+        self._leave_alone()
         deadline, under_way, num_made = time.monotonic() + timeout_s, deque[_Call[T]](), 0
         try:
             for call in calls:

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import random
 import resource
+import shutil
 from pathlib import Path
 
 from chaos_states import prompt_of
 from test_chaos_tiers import flip, full_disk
 
 from benchmarks.tier_pool import Shape, TieredPool
+from cluster.errors import Corrupted
+from kv_transfer.block_store import StoreObjects
 
 NUM_FLIPS, FLIPS_AT_ONCE, IN_ONE_FILE = 10_000, 200, 5
 OBJECTS = 120
@@ -21,12 +24,41 @@ def objects_of(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("*/*/*") if path.is_file())
 
 
+def check_each(folder: Path, reference: Path, shape: Shape) -> int:
+    """Reads every object that is there, in a copy of the store: each is exactly the block that its name says, or is
+    damaged and deleted, which none is that nobody has changed. Returns how many are damaged."""
+    copy, num_damaged = reference.with_name("copy"), 0
+    shutil.copytree(folder, copy)
+    asked, pushed = store_of(copy, shape), store_of(reference, shape)
+    for file in objects_of(copy):
+        digest, group, _ = file.name.split(".")
+        key = (int(group[1:]), bytes.fromhex(digest))
+        payload = (key[1] * shape.block_bytes)[: shape.block_bytes]
+        pushed.push([key], [payload])
+        is_whole = file.read_bytes() == (reference / pushed.name_of(key)).read_bytes()
+        try:
+            [found] = asked.fetch([key])
+        except Corrupted:
+            assert not is_whole and not file.exists(), file.name
+            num_damaged += 1
+        else:
+            assert bytes(found) == payload, file.name
+    shutil.rmtree(copy)
+    return num_damaged
+
+
+def store_of(folder: Path, shape: Shape) -> StoreObjects:
+    pool = TieredPool(shape, 1, 1, 0, folder, (folder, 1 << 30))
+    assert pool._copies.store is not None
+    return pool._copies.store
+
+
 def test_ten_thousand_flipped_bits_and_a_store_that_is_cut_off_full_or_gone_make_no_block_wrong(tmp_path: Path) -> None:
     draw, folder, shape = random.Random(7), tmp_path / "kv", Shape(head_dim=64)
     limit = OBJECTS * (shape.block_bytes + 4096)
     prompts = [prompt_of(78_000 + number, 16 * 8 + 3) for number in range(24)]
     pools = [TieredPool(shape, 20, 20, 0, tmp_path / "none", (folder, limit)) for _ in range(2)]
-    errors, fetched, found = list[str](), 0, 0
+    errors, fetched, found, damaged = list[str](), 0, 0, 0
     for number in range(NUM_FLIPS // FLIPS_AT_ONCE):
         if number % 25 == 18:
             folder.rename(tmp_path / "gone")
@@ -47,6 +79,8 @@ def test_ten_thousand_flipped_bits_and_a_store_that_is_cut_off_full_or_gone_make
                     file.write_bytes(file.read_bytes()[: draw.randrange(file.stat().st_size)])
                 case 1:
                     file.unlink()
+        if number % 10 == 9:
+            damaged += check_each(folder, tmp_path / "reference", shape)
         if number % 25 == 10:  # everything starts anew: the store is all that is left
             errors += [error for pool in pools for error in pool.errors]
             fetched += sum(pool.blocks.counts.fetched for pool in pools)
@@ -57,8 +91,8 @@ def test_ten_thousand_flipped_bits_and_a_store_that_is_cut_off_full_or_gone_make
         text: sum(text in error for error in errors)
         for text in ("damaged", "No such file", "File too large", "no room")
     }
-    print(f"{NUM_FLIPS} bits: {said}, {fetched} blocks fetched, {found} tokens found")
-    assert sum(pool.wrong for pool in pools) == 0
+    print(f"{NUM_FLIPS} bits: {said}, {fetched} blocks fetched, {found} tokens found, {damaged} damaged of each")
+    assert [pool.wrong for pool in pools] == [0, 0] and damaged > 20
     assert said["damaged"] > 50 and said["No such file"] and said["File too large"] and fetched > 100 and found
     for pool in pools:
         assert pool.blocks.num_free + pool.blocks.num_cached == pool.blocks.num_total

@@ -7,7 +7,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,13 +15,14 @@ import pytest
 
 from cluster.errors import Corrupted
 from kv_transfer import block_store
-from kv_transfer.block_store import FolderStore, StoreObjects, StoreSilent
+from kv_transfer.block_store import FolderStore, StoredObject, StoreObjects, StoreSilent
 from kv_transfer.layout import KvLayout
 
 BYTES = 5000
 OBJECT = 4096 + BYTES
 KEYS = [(number % 2, bytes([number]) * 16) for number in range(12)]
-LAYOUT = KvLayout(2, 2, 8, "float32", 2, 16, "model@revision")
+LAYOUT = KvLayout(2, 2, 8, "float32", 1, 16, "model@revision")
+PAIR = replace(LAYOUT, tp_size=2)
 
 
 def block_of(key: tuple[int, bytes]) -> bytes:
@@ -58,10 +59,9 @@ OTHERS = {
     "model": {"layout": replace(LAYOUT, model="other@revision")},
     "revision": {"layout": replace(LAYOUT, model="model@another")},
     "type": {"layout": replace(LAYOUT, dtype="bfloat16")},
-    "ranks": {"layout": replace(LAYOUT, tp_size=1)},
+    "ranks": {"layout": PAIR},
     "tokens of a block": {"layout": replace(LAYOUT, block_size=32)},
     "rounding": {"form": "int8"},
-    "rank": {"rank": 1},
 }
 
 
@@ -77,6 +77,21 @@ def test_kv_of_another_kind_is_never_found_nor_read_under_another_name(what: str
     (tmp_path / mine.name_of(KEYS[0])).rename(place)
     with pytest.raises(Corrupted, match="damaged, or another block"):
         list(other.fetch(KEYS[:1]))
+
+
+def test_a_block_is_there_when_every_rank_has_its_part_and_a_rank_reads_no_other_ones(tmp_path: Path) -> None:
+    ranks = [opened(tmp_path, PAIR, rank=rank) for rank in (0, 1)]
+    push(ranks[0])
+    assert not any(ranks[0].find(KEYS, 5.0)), "rank 1 has written nothing yet"
+    push(ranks[1])
+    assert all(objects.find(KEYS, 5.0) == [True] * len(KEYS) for objects in ranks)
+    for rank, gone in ((0, 3), (1, 7)):
+        (tmp_path / ranks[rank].name_of(KEYS[gone])).unlink()
+    for objects in ranks:
+        assert [at for at, is_there in enumerate(objects.find(KEYS, 5.0)) if not is_there] == [3, 7]
+    (tmp_path / ranks[0].name_of(KEYS[0])).rename(tmp_path / ranks[1].name_of(KEYS[0]))
+    with pytest.raises(Corrupted, match="damaged, or another block"):
+        list(ranks[1].fetch(KEYS[:1]))
 
 
 def test_an_object_that_was_changed_cut_off_or_is_another_block_is_refused_and_deleted(tmp_path: Path) -> None:
@@ -103,7 +118,7 @@ def test_an_object_that_was_changed_cut_off_or_is_another_block_is_refused_and_d
 
 def test_whoever_writes_deletes_what_was_used_least_recently_and_what_killed_writers_left(tmp_path: Path) -> None:
     limit = 24 * OBJECT
-    stores = [opened(tmp_path, rank=rank, limit=limit) for rank in (0, 1)]
+    stores = [opened(tmp_path, limit=limit) for _ in range(2)]
     (tmp_path / "mine.txt").write_text("not Baton's")
     foreign = tmp_path / "a" / "b" / "mine.txt"
     foreign.parent.mkdir(parents=True)
@@ -148,12 +163,13 @@ def test_many_writers_that_delete_at_once_do_not_fail(tmp_path: Path) -> None:
 
 
 def test_a_flush_deletes_what_this_rank_has_of_this_kv_alone(tmp_path: Path) -> None:
-    mine, others = opened(tmp_path), [opened(tmp_path, **other) for other in OTHERS.values()]
+    mine, of_other_rank = (opened(tmp_path, PAIR, rank=rank) for rank in (0, 1))
+    others = [of_other_rank, *(opened(tmp_path, **other) for what, other in OTHERS.items() if what != "ranks")]
     for objects in (mine, *others):
         push(objects, KEYS[:2])
-    mine.flush()
+    assert mine.flush() == 2
     assert not any(mine.find(KEYS, 5.0))
-    assert all(other.find(KEYS[:2], 5.0) == [True, True] for other in others)
+    assert all(len(list(other.fetch(KEYS[:2]))) == 2 for other in others)
 
 
 def test_a_folder_that_vanished_is_an_error_and_is_not_made_again(tmp_path: Path) -> None:
@@ -169,7 +185,7 @@ def test_a_folder_that_vanished_is_an_error_and_is_not_made_again(tmp_path: Path
 
 
 class StuckStore(FolderStore):
-    """Reads and writes wait until it is let go."""
+    """Reads and lists wait until it is let go."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -179,13 +195,17 @@ class StuckStore(FolderStore):
         assert self.goes_on.wait(30.0)
         return super().get(name)
 
+    def objects(self) -> Iterator[StoredObject]:
+        assert self.goes_on.wait(30.0)
+        return super().objects()
+
 
 def test_a_store_that_is_stuck_is_waited_for_once_and_left_alone_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = StuckStore(tmp_path)
     objects = StoreObjects(store, LAYOUT, "native", 0, BYTES, 1 << 20)
-    push(objects)
+    push(opened(tmp_path))
     monkeypatch.setattr(block_store, "MOVE_TIMEOUT_S", 0.05)
     with pytest.raises(StoreSilent, match="did not answer in time"):
         list(objects.fetch(KEYS))
@@ -198,3 +218,22 @@ def test_a_store_that_is_stuck_is_waited_for_once_and_left_alone_for_a_while(
     monkeypatch.setattr(block_store, "MOVE_TIMEOUT_S", 5.0)
     objects._away_until = 0.0
     assert [bytes(block) for block in objects.fetch(KEYS)] == list(map(block_of, KEYS))
+
+
+def test_a_push_waits_for_a_long_listing_for_half_its_time_and_the_store_is_read_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = StuckStore(tmp_path)
+    objects = StoreObjects(store, LAYOUT, "native", 0, BYTES, 1 << 20)
+    monkeypatch.setattr(block_store, "MOVE_TIMEOUT_S", 0.1)
+    for problem in ("takes more than 0.05 s", "takes long"):
+        with pytest.raises(StoreSilent, match=problem):
+            push(objects)
+    monkeypatch.setattr(block_store, "MOVE_TIMEOUT_S", 5.0)
+    push(opened(tmp_path))
+    assert objects.find(KEYS, 5.0) == [True] * len(KEYS), "a store that is listed is not left alone"
+    store.goes_on.set()
+    with objects._looking:  # the listing has ended
+        pass
+    push(objects)
+    assert objects.used_bytes == 2 * len(KEYS) * OBJECT

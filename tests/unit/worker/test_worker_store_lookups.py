@@ -23,7 +23,7 @@ from worker.grammar_queue import WaitingAdmit
 from worker.store_lookups import StoreLookups
 
 BYTES = 100
-LAYOUT = KvLayout(2, 2, 8, "float32", 2, 16, "model@revision")
+LAYOUT = KvLayout(2, 2, 8, "float32", 1, 16, "model@revision")
 PROMPT = tuple(range(20))
 
 
