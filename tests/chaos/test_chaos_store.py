@@ -8,8 +8,11 @@ import resource
 import shutil
 from pathlib import Path
 
+import pytest
+from chaos_fleet import FAST, Fleet, Measured
+from chaos_reference import ExactLoad, Reference
 from chaos_states import prompt_of
-from test_chaos_tiers import flip, full_disk
+from test_chaos_tiers import BLOCK_BYTES, HOST_BLOCKS, NAMES, POOL_BLOCKS, Tiers, flip, full_disk
 
 from benchmarks.tier_pool import Shape, TieredPool
 from cluster.errors import Corrupted
@@ -17,6 +20,8 @@ from kv_transfer.block_store import StoreObjects
 
 NUM_FLIPS, FLIPS_AT_ONCE, IN_ONE_FILE = 10_000, 200, 5
 OBJECTS = 120
+STORE_BYTES = 1000 * (BLOCK_BYTES + 4096)
+ROUNDS = 4
 
 
 def objects_of(folder: Path) -> list[Path]:
@@ -97,3 +102,43 @@ def test_ten_thousand_flipped_bits_and_a_store_that_is_cut_off_full_or_gone_make
     for pool in pools:
         assert pool.blocks.num_free + pool.blocks.num_cached == pool.blocks.num_total
     assert not [file for file in objects_of(folder) if file.suffix == ".part"]
+
+
+@pytest.mark.battery
+@pytest.mark.timeout(400)
+def test_a_fleet_whose_store_is_taken_away_and_given_back_again_and_again_is_exact(
+    tmp_path: Path, reference: Reference, measured: Measured
+) -> None:
+    folder, away, prompts = tmp_path / "kv", tmp_path / "away", [prompt_of(79_000 + n, 150 + 8 * n) for n in range(30)]
+    settings = {
+        "kv_cache_tokens": 16 * POOL_BLOCKS,
+        "kv_host_bytes": HOST_BLOCKS * BLOCK_BYTES,
+        "kv_store_path": str(folder),
+        "kv_store_bytes": STORE_BYTES,
+        "kv_store_policy": "all",
+        "max_model_len": 512,
+    }
+    with Fleet(dict.fromkeys(NAMES, settings), FAST, measured, {"metrics_port": 0}) as fleet:
+        tiers = Tiers(fleet)
+        how = {"num_tokens": 8, "num_streams": 6, "timeout_s": 120.0, "bypasses_cache": False}
+        with ExactLoad(fleet.client, reference, prompts, **how) as load:
+            tiers.load = load
+            tiers.await_more("pushed", "fetched")
+            for number in range(ROUNDS):
+                folder.rename(away)
+                tiers.await_more("failed")
+                if number % 2:
+                    tiers.kill(NAMES[number])
+                away.rename(folder)
+                if number % 2:
+                    fleet.restart(NAMES[number])
+                    fleet.await_ready()
+                tiers.await_more("pushed", "fetched")
+        assert load.problems == []
+        fleet.settle()
+        print(f"{load.num_done} outputs, {dict(tiers.counts())}")
+        assert not any(w.count("baton_kv_tier_blocks", state="moving") for w in fleet.workers.values())
+    files = objects_of(folder)
+    killed = [file for file in files if file.suffix == ".part"]
+    assert files and not away.exists() and len(killed) <= 8 * (ROUNDS // 2), "each had four writes under way at most"
+    assert sum(file.stat().st_size for file in files) <= STORE_BYTES * (1 + len(NAMES) / 32)

@@ -160,10 +160,12 @@ class Tiers:
         assert not self._problems()
 
     def kill_while_it_copies(self, name: str) -> None:
-        worker = self.fleet[name]
-        await_true(lambda: worker.count("baton_kv_tier_blocks", state="moving"), self.story)
+        await_true(lambda: self.fleet[name].count("baton_kv_tier_blocks", state="moving"), self.story)
+        self.kill(name)
+
+    def kill(self, name: str) -> None:
         self._before += self.counts(name)
-        worker.kill()
+        self.fleet[name].kill()
 
     def fetches(self) -> Counter[str]:
         """By what became of them."""
