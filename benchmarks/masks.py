@@ -35,8 +35,7 @@ from cluster.grammar import GrammarLimits, GrammarProcesses
 from cluster.grammar_protocol import row_bytes
 from engine.kv.block_manager import BlockManager
 from engine.model_runner import ModelRunner
-from engine.native import native
-from engine.sampling.constraint import Constrainer, Words
+from engine.sampling.constraint import Constrainer, Constraint, Words
 from engine.sampling.params import SampleRow, SamplingParams
 from engine.sampling.rules import follow_constraints
 from engine.sampling.sampler import Sampler
@@ -128,51 +127,50 @@ def random_tokenizer(vocab_size: int) -> str:
 def measure_thread(
     batch: int, is_shared: bool, rounds: int, constrainer: Constrainer, vocabulary: LLTokenizer, step_s: float
 ) -> str:
-    """The time of the engine's thread, in two arms that choose the same tokens, up to the masks as one array, as a GPU
-    is sent them; then what a CPU adds, which leaves them where they are and goes over its logits."""
+    """The time of the engine's thread, in arms that take the same tokens: steps of a CPU, which wait and then choose the
+    most likely of random logits, free and constrained; and what is not done when a GPU's step ends, up to the masks as
+    one array, which it is sent."""
     grammars = [grammar(0 if is_shared else i) for i in range(batch)]
-    ahead, beside = ([constrainer.new(text) for text in grammars] for _ in range(2))
+    constraints = {name: [constrainer.new(text) for text in grammars] for name in ("ahead", "beside")}
     inline = [InlineConstraint(vocabulary, text) for text in grammars]
     outputs: list[list[int]] = [[] for _ in grammars]
     size, ends, random = vocabulary.vocab_size, frozenset({EOS}), Random(2)
     params = {
-        name: [SamplingParams(stop_token_ids=ends, constraint=constraint) for constraint in constraints]
-        for name, constraints in {"ahead": ahead, "beside": beside}.items()
+        name: [SamplingParams(stop_token_ids=ends, temperature=0.0, constraint=each) for each in those]
+        for name, those in {"free": [None] * batch, **constraints}.items()
     }
-    logits, kernels = torch.zeros(batch, size), native()[0]
+    logits = torch.randn(batch, size, generator=torch.Generator().manual_seed(1))
+    samplers = {"free": Sampler(size), "ahead": Sampler(size)}
     words = np.zeros((batch, row_bytes(size) // 4), dtype=np.int32)  # as torch keeps page-locked memory
-    taken: dict[str, list[float]] = {"inline": [], "ahead": [], "logits": []}
-    used: list[float] = []
-    steps: dict[str, list[float]] = {"free": [], "ahead": [], "beside": []}
-    for _ in range(rounds):
-        began = time.perf_counter()
-        time.sleep(step_s)
-        steps["free"].append(time.perf_counter() - began)
-        for name in ("ahead", "beside"):
-            constraints = ahead if name == "ahead" else beside
+    taken: dict[str, list[float]] = {"inline": [], "ask": [], "choose": [], "choose free": []}
+    used: dict[str, list[float]] = {"free": [], "ahead": []}
+    steps: dict[str, list[float]] = {"free": [], "ahead": [], "wait": [], "beside": []}
+    for number in range(rounds):
+        rows = {
+            name: [SampleRow(each, 0, (), output) for each, output in zip(those, outputs, strict=True)]
+            for name, those in params.items()
+        }
+        for name in ("free", "ahead") if number % 2 else ("ahead", "free"):
             used_before, step_began = time.thread_time(), time.perf_counter()
-            for constraint, output in zip(constraints, outputs, strict=True):
-                constraint.ask(0, output, ends)
-            constraints[0].flush()
-            asked_s = time.perf_counter() - step_began
             if name == "ahead":
-                time.sleep(step_s)
+                ask_all(constraints[name], outputs, ends)
+                taken["ask"].append(time.perf_counter() - step_began)
+            time.sleep(step_s)
             began = time.perf_counter()
-            rows = [SampleRow(each, 0, (), output) for each, output in zip(params[name], outputs, strict=True)]
-            allowed, problems = follow_constraints(rows, range(batch))
-            np.stack(list(allowed.values()), out=words)
-            assert not problems, problems
-            if name == "ahead":
-                taken["ahead"].append(asked_s + time.perf_counter() - began)
-                used.append(time.thread_time() - used_before)
-            else:
-                time.sleep(max(0.0, step_began + step_s - time.perf_counter()))
+            chosen = samplers[name].sample(logits, rows[name])
+            taken["choose" if name == "ahead" else "choose free"].append(time.perf_counter() - began)
             steps[name].append(time.perf_counter() - step_began)
-        if kernels is not None:
-            began = time.perf_counter()
-            kernels.mask_rows(logits, allowed)
-            taken["logits"].append(time.perf_counter() - began)
-            logits.zero_()
+            used[name].append(time.thread_time() - used_before)
+            assert not any(each.problem for each in chosen), chosen
+        for name in ("wait", "beside"):
+            step_began = time.perf_counter()
+            if name == "beside":
+                ask_all(constraints[name], outputs, ends)
+                allowed, problems = follow_constraints(rows[name], range(batch))
+                np.stack(list(allowed.values()), out=words)
+                assert not problems, problems
+            time.sleep(max(0.0, step_began + step_s - time.perf_counter()))
+            steps[name].append(time.perf_counter() - step_began)
         time.sleep(step_s)
         began = time.perf_counter()
         same = [constraint.allowed(0, output, [EOS]) for constraint, output in zip(inline, outputs, strict=True)]
@@ -183,17 +181,22 @@ def measure_thread(
             output.append(int(choices[random.randrange(len(choices))]))
             if output[-1] == EOS:
                 raise AssertionError("an object ended: use fewer rounds")
-    medians = ", ".join(
-        f"{name} {1000 * statistics.median(seconds):.2f} ms" for name, seconds in taken.items() if seconds
-    )
+    medians = ", ".join(f"{name} {1000 * statistics.median(seconds):.2f} ms" for name, seconds in taken.items())
     slower, beside_gpu = (
-        100 * statistics.median(a / b for a, b in zip(steps[name], steps["free"], strict=True)) - 100
-        for name in ("ahead", "beside")
+        100 * statistics.median(a / b for a, b in zip(steps[name], steps[base], strict=True)) - 100
+        for name, base in (("ahead", "free"), ("beside", "wait"))
     )
     which = "one grammar" if is_shared else "a grammar each"
-    each = f"{1e6 * statistics.median(used) / batch:.1f} us of processor time a row ahead"
+    more_s = statistics.median(a - b for a, b in zip(used["ahead"], used["free"], strict=True))
+    each = f"{1e6 * more_s / batch:.1f} us of processor time more a row"
     longer = f"{slower:.1f} % longer, {beside_gpu:.1f} % on a GPU"
     return f"{batch} rows, {which}: {medians}; {each}; a step of {1000 * step_s:g} ms {longer}"
+
+
+def ask_all(constraints: Sequence[Constraint], outputs: Sequence[Sequence[int]], ends: Iterable[int]) -> None:
+    for constraint, output in zip(constraints, outputs, strict=True):
+        constraint.ask(0, output, ends)
+    constraints[0].flush()
 
 
 def tool_grammars() -> dict[str, str]:
