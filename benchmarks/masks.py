@@ -127,9 +127,9 @@ def random_tokenizer(vocab_size: int) -> str:
 def measure_thread(
     batch: int, is_shared: bool, rounds: int, constrainer: Constrainer, vocabulary: LLTokenizer, step_s: float
 ) -> str:
-    """The time of the engine's thread, in arms that take the same tokens: steps of a CPU, which wait and then choose the
-    most likely of random logits, free and constrained; and what is not done when a GPU's step ends, up to the masks as
-    one array, which it is sent."""
+    """The time of the engine's thread, in arms that take the same tokens: steps of a CPU, which wait and then choose
+    the most likely of random logits, free and constrained; and what is not done when a GPU's step ends, up to the masks
+    as one array, which it is sent."""
     grammars = [grammar(0 if is_shared else i) for i in range(batch)]
     constraints = {name: [constrainer.new(text) for text in grammars] for name in ("ahead", "beside")}
     inline = [InlineConstraint(vocabulary, text) for text in grammars]
