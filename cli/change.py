@@ -102,14 +102,16 @@ def flush_workers(admin: AdminOptions, workers: list[str], *, as_json: bool) -> 
     with outcome(), admin.connect() as client:
         from cluster.pb.admin_pb2 import FlushPrefixCacheRequest
 
-        flushed: dict[str, int] = {}
+        flushed, stored = dict[str, int](), dict[str, int]()
         for worker_id in workers or ready_workers(client):
             answer = client.on_worker("FlushPrefixCache", FlushPrefixCacheRequest(worker_id=worker_id))
             flushed[worker_id] = answer.num_blocks
+            stored[worker_id] = answer.num_stored_blocks
             if not as_json:
-                print(f"{worker_id}: {answer.num_blocks} blocks", flush=True)
+                of_store = f", {answer.num_stored_blocks} in the store" if answer.num_stored_blocks else ""
+                print(f"{worker_id}: {answer.num_blocks} blocks{of_store}", flush=True)
         if as_json:
-            print(json.dumps({"num_blocks": flushed}, indent=2))
+            print(json.dumps({"num_blocks": flushed, "num_stored_blocks": stored}, indent=2))
 
 
 def ready_workers(client: AdminClient) -> list[str]:

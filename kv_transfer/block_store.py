@@ -150,6 +150,7 @@ class FolderStore:
             return False
 
     def objects(self) -> Iterator[StoredObject]:
+        self._folder.stat()  # one that is gone is not empty
         for namespace in _entries(self._folder):
             for part in _entries(namespace):
                 for path in _entries(part):
@@ -309,6 +310,7 @@ class StoreObjects:
                 found.append(each)
         used = sum(each.size_bytes for each in found)
         if used + num_bytes > self.limit_bytes:
+            found = [each for each in found if not each.name.endswith(_PART)]  # others are being written
             found.sort(key=lambda each: each.used_at)
             num = 0
             while num < len(found) and used + num_bytes > FULL_SHARE * self.limit_bytes:

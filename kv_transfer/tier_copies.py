@@ -134,6 +134,12 @@ class TierCopies:
             self.disk.close()
         self.disk, self.found = disk, list(disk.keys())
 
+    def flush(self, *, is_disk: bool) -> int:
+        """Empties the disk, or deletes this rank's objects from the store; returns their bytes. Raises OSError."""
+        if is_disk and self.disk is not None:
+            self.disk.flush()
+        return 0 if is_disk or self.store is None else self.store.flush() * self.store.object_bytes
+
     def _copy(self, copy: Any, blocks: Sequence[int], staged: Tensor) -> None:
         """Between blocks and a buffer [L, P, tokens, H, D]."""
         what = Range(0, staged.shape[2], 0, staged.shape[0])

@@ -35,7 +35,7 @@ from worker.reporter import CacheReporter, Reporter, RouterSession, list_session
 from worker.step_pipeline import Ranks, StepPipeline
 from worker.steps import StepLog
 from worker.store_lookups import StoreLookups
-from worker.tier_moves import TierMoves
+from worker.tier_moves import FlushDone, TierMoves
 
 logger = logging.getLogger(__name__)
 
@@ -328,9 +328,13 @@ class Core:
             self._report_due = now + REPORT_INTERVAL_S
             reporter.flush()
 
-    def flush_cache(self) -> int:
-        """On the engine thread: makes all that is cached unfindable; returns the blocks there were."""
-        return self.blocks.flush_cache() if self.tier is None else self.tier.flush()
+    def flush_cache(self, done: FlushDone) -> None:
+        """On the engine thread: makes all that is cached unfindable; `done` is called there when the tiers are flushed,
+        too."""
+        if self.tier is None:
+            done(self.blocks.flush_cache(), 0, "")
+        else:
+            self.tier.flush(done)
 
     def kept_sessions(self, request: admin_pb2.ListSessionsRequest) -> admin_pb2.ListSessionsResponse:
         """On the engine thread: whose KV is kept."""

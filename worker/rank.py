@@ -342,10 +342,7 @@ class RankExecutor:
             case kinds.KIND_FETCH:
                 return tier.fetch(targets, keys, ready)
             case kinds.KIND_FLUSH | kinds.KIND_FLUSH_STORE:
-                flushed = tier.disk if move.kind == kinds.KIND_FLUSH else tier.store
-                if flushed is not None:
-                    flushed.flush()
-                return 0
+                return tier.flush(is_disk=move.kind == kinds.KIND_FLUSH)
             case kinds.KIND_TAKE_OVER:
                 tier.take_over(move.disk_number)
                 return 0

@@ -251,8 +251,16 @@ class WorkerService(
     async def FlushPrefixCache(
         self, request: admin_pb2.FlushPrefixCacheRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.FlushPrefixCacheResponse:
-        num_blocks = await self._on_engine_thread(request.worker_id, context, self._core.flush_cache)
-        return admin_pb2.FlushPrefixCacheResponse(num_blocks=num_blocks)
+        flushed: Future[tuple[int, int, str]] = Future()
+
+        def work() -> None:
+            self._core.flush_cache(lambda *found: _complete(flushed, lambda: found))
+
+        await self._on_engine_thread(request.worker_id, context, work)
+        num_blocks, num_stored, problem = await asyncio.wrap_future(flushed)
+        if problem:
+            await rpc.abort(context, Unavailable(problem))
+        return admin_pb2.FlushPrefixCacheResponse(num_blocks=num_blocks, num_stored_blocks=num_stored)
 
     async def ListSessions(
         self, request: admin_pb2.ListSessionsRequest, context: grpc.aio.ServicerContext[Any, Any]

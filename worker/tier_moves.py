@@ -33,6 +33,8 @@ _WEIGHT = 0.2
 """Of the newest load, in the time of a block."""
 _FADE = 0.99
 """What is left of that time each time it decides against a load: loads that were slow once are tried again."""
+FlushDone = Callable[[int, int, str], None]
+"""Called on the engine thread with the blocks that prompts could find, those deleted from the store, and an error."""
 
 
 class TierMoves:
@@ -78,14 +80,30 @@ class TierMoves:
             )
             self._issue(rank_pb2.RankCommand(move_blocks=command), partial(self._moved, move, self._clock()))
 
-    def flush(self) -> int:
-        """Empties all, as `TieredBlocks.flush_cache`, and what would be found later on a disk or in the store."""
-        num_blocks = self.blocks.flush_cache()
-        flushed = [rank_pb2.BlockMove.KIND_FLUSH] if self.blocks.disk.num_total else []
-        flushed += [rank_pb2.BlockMove.KIND_FLUSH_STORE] if self._store is not None else []
-        for kind in flushed:
-            self._issue(rank_pb2.RankCommand(move_blocks=rank_pb2.BlockMove(kind=kind)), _flushed)
-        return num_blocks
+    def flush(self, done: FlushDone) -> None:
+        """Empties all, as `TieredBlocks.flush_cache`, and what would be found later on a disk or in the store; `done`
+        is called when that is so."""
+        num_blocks, num_stored, problems = self.blocks.flush_cache(), 0, list[str]()
+        left = [rank_pb2.BlockMove.KIND_FLUSH] if self.blocks.disk.num_total else []
+        left += [rank_pb2.BlockMove.KIND_FLUSH_STORE] if self._store is not None else []
+        if not left:
+            done(num_blocks, 0, "")
+
+        def flushed(kind: rank_pb2.BlockMove.Kind, error: str, error_kind: ErrorKind, size_bytes: int) -> None:
+            nonlocal num_stored
+            left.remove(kind)
+            if error:
+                what = "the KV on the disk or in the store is not flushed, and may be found later"
+                logger.warning("%s: %s", what, error)
+                problems.append(f"{what}: {error}")
+            if self._store is not None:
+                num_stored += size_bytes // (self._store.object_bytes * self._store.num_ranks)
+            if not left:
+                done(num_blocks, num_stored, "; ".join(problems))
+
+        for kind in tuple(left):
+            command = rank_pb2.RankCommand(move_blocks=rank_pb2.BlockMove(kind=kind))
+            self._issue(command, partial(flushed, kind))
 
     @property
     def stored(self) -> tuple[int, int] | None:
@@ -151,10 +169,3 @@ class TierMoves:
         if move.kind.is_up:
             each, before = seconds / len(move.keys), self._block_s.get(move.kind)
             self._block_s[move.kind] = each if before is None else before + _WEIGHT * (each - before)
-
-
-def _flushed(error: str, kind: ErrorKind, size_bytes: int) -> None:
-    if error:
-        logger.warning(
-            "the KV on the disk or in the store is not flushed, and may be found when a worker starts again: %s", error
-        )

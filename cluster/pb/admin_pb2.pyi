@@ -351,10 +351,12 @@ class FlushPrefixCacheRequest(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ...) -> None: ...
 
 class FlushPrefixCacheResponse(_message.Message):
-    __slots__ = ("num_blocks",)
+    __slots__ = ("num_blocks", "num_stored_blocks")
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_STORED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
-    def __init__(self, num_blocks: _Optional[int] = ...) -> None: ...
+    num_stored_blocks: int
+    def __init__(self, num_blocks: _Optional[int] = ..., num_stored_blocks: _Optional[int] = ...) -> None: ...
 
 class ListSessionsRequest(_message.Message):
     __slots__ = ("worker_id", "tenant", "num_sessions")

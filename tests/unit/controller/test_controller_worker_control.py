@@ -143,7 +143,7 @@ def test_flush_prints_what_each_worker_forgot(desk: Desk) -> None:
 
     assert run("prefill-0").stdout == "prefill-0: 7 blocks\n"
     again = run("prefill-0", "--json")
-    assert json.loads(again.stdout) == {"num_blocks": {"prefill-0": 0}}
+    assert json.loads(again.stdout) == {"num_blocks": {"prefill-0": 0}, "num_stored_blocks": {"prefill-0": 0}}
     everywhere = run()
     assert (everywhere.exit_code, everywhere.stdout) == (1, "prefill-0: 0 blocks\n")
     assert "decode-0 does not do that" in everywhere.stderr

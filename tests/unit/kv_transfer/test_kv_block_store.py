@@ -176,7 +176,8 @@ def test_a_folder_that_vanished_is_an_error_and_is_not_made_again(tmp_path: Path
     objects = opened(tmp_path / "kv")
     push(objects)
     (tmp_path / "kv").rename(tmp_path / "gone")
-    for call in (lambda: push(objects), lambda: objects.find(KEYS, 5.0), lambda: list(objects.fetch(KEYS))):
+    calls = (lambda: push(objects), lambda: objects.find(KEYS, 5.0), lambda: list(objects.fetch(KEYS)), objects.flush)
+    for call in calls:
         with pytest.raises(FileNotFoundError):
             call()
     assert not (tmp_path / "kv").exists()

@@ -198,18 +198,27 @@ def test_the_engine_thread_flushes_the_prefix_cache_and_its_answer_is_the_calls(
     served: tuple[FakeCore, WorkerService, Router],
 ) -> None:
     core, _, router = served
-    core.flush_cache = lambda: 3
+    core.flush_cache = lambda done: done(3, 2, "")
     control = admin_pb2_grpc.WorkerControlServiceStub(router.channel)
     call = control.FlushPrefixCache.future(admin_pb2.FlushPrefixCacheRequest(worker_id="d"), timeout=SOON_S)
     handler, arguments = core.next_callable()
     assert not call.done()
     handler(*arguments)
-    assert call.result().num_blocks == 3
+    assert (call.result().num_blocks, call.result().num_stored_blocks) == (3, 2)
+    later: list[Any] = []
+    core.flush_cache = later.append
+    call = control.FlushPrefixCache.future(admin_pb2.FlushPrefixCacheRequest(worker_id="d"), timeout=SOON_S)
+    handler, arguments = core.next_callable()
+    handler(*arguments)
+    [done] = later
+    assert not call.done(), "the store is not flushed yet"
+    done(3, 0, "the store is away")
+    assert (call.code(), call.details()) == (grpc.StatusCode.UNAVAILABLE, "the store is away")
 
 
 def test_what_is_asked_of_another_worker_is_refused(served: tuple[FakeCore, WorkerService, Router]) -> None:
     core, _, router = served
-    core.flush_cache = lambda: 3
+    core.flush_cache = lambda done: done(3, 0, "")
     control = admin_pb2_grpc.WorkerControlServiceStub(router.channel)
     with pytest.raises(grpc.RpcError) as raised:
         control.FlushPrefixCache(admin_pb2.FlushPrefixCacheRequest(worker_id="p"), timeout=SOON_S)
@@ -222,7 +231,7 @@ def test_a_call_that_was_given_up_does_nothing_and_a_failure_is_the_callers(
     core, _, router = served
     done: list[int] = []
 
-    def fail() -> int:
+    def fail(_: Any) -> None:
         done.append(1)
         raise BlockAccountingError("the books are wrong")
 
