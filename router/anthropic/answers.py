@@ -38,7 +38,6 @@ class FailureAnswer(TypedDict):
 class TextAnswerBlock(TypedDict):
     type: Literal["text"]
     text: str
-    citations: None
 
 
 class ThinkingAnswerBlock(TypedDict):

@@ -85,7 +85,7 @@ class MessageForm:
                 last["thinking"] += part.reasoning if self.shows_thinking else ""
             else:
                 if last is None or last["type"] != "text":
-                    last = TextAnswerBlock(type="text", text="", citations=None)
+                    last = TextAnswerBlock(type="text", text="")
                     blocks.append(last)
                 last["text"] += part.text
         return blocks
@@ -232,7 +232,7 @@ class MessageEvents:
         at, call = self._at, part.tool_call
         at.num_units = before + num_held
         if part.HasField("text"):
-            yield from self._start("t", {"type": "text", "text": "", "citations": None})
+            yield from self._start("t", {"type": "text", "text": ""})
             at.num_units = before + len(part.text)
             yield self._piece({"type": "text_delta", "text": part.text[num_held:]})
         elif part.HasField("reasoning"):

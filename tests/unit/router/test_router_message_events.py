@@ -122,7 +122,7 @@ def test_a_message_has_a_block_for_each_part() -> None:
     assert message["id"] == "msg_" + "0" * 24
     assert message["content"] == [
         {"type": "thinking", "thinking": "hm, well", "signature": message["id"]},
-        {"type": "text", "text": "See.", "citations": None},
+        {"type": "text", "text": "See."},
         {
             "type": "tool_use",
             "id": "toolu_0",
