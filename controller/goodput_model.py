@@ -180,6 +180,16 @@ class SplitService:
         most = min(num_decode * self.mu_decode, (num_prefill + num_decode / self.stretch) / self.prompt_s)
         return _highest(lambda rate: self.kept(num_prefill, num_workers, rate) >= IN_TIME * self.can_keep, most)
 
+    def steady(self, num_prefill: int, num_workers: int) -> float:
+        """Requests a second that a split goes on to compute whatever comes next: bursts change from second to second,
+        and short outputs of now, for which few decode workers are enough, are not the next ones. Each role keeps some
+        workers in hand, of few a larger share: twice the square root of their number, which is what comes and goes at
+        random, but an eighth of them always counts."""
+        num_decode = num_workers - num_prefill
+        if not num_prefill:
+            return self.of(0, num_workers)
+        return min(_without_spare(num_prefill) / self.prompt_s, _without_spare(num_decode) * self.mu_decode)
+
     def goodput(self, num_prefill: int, num_workers: int, rate: float) -> float:
         """Requests a second that keep both objectives. Where `rate` is too much, others are late for what a split can
         do, which no split helps for long: it is taken for what the split can do."""
@@ -213,6 +223,10 @@ class SplitService:
             kept = len(fitting) - num_late + sum(saved)
             stay = (stay + (1 - sum(saved) / num_late if num_late else 1.0)) / 2
         return kept / len(self.prompts_s)
+
+
+def _without_spare(num_workers: int) -> float:
+    return max(num_workers / 8, num_workers - 2 * math.sqrt(num_workers))
 
 
 class _PromptQueue:

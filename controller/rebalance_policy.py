@@ -40,9 +40,6 @@ _OUTPUTS_END = 3.0
 """Nearly all outputs have ended after so many times the mean one."""
 _BURST = 0.6
 """Share of what is asked for that the best split serves in a burst that is beyond the cluster, at most."""
-_LONGER = 4.0
-"""In such a burst a split counts by what it serves of outputs so many times as long, too: bursts change from second to
-second, and short outputs of now, for which few decode workers are enough, are not the next ones."""
 _HOLDS_S = 300.0
 """Seconds for which what was seen of a split is believed while the cluster has another."""
 
@@ -176,17 +173,14 @@ class AutoRatio:
         score = cache(lambda split: score_of(service, split, bounds, asked, seen, doubt))
         best = best_split(score, bounds, num_prefill)
         served = score(best)
-        is_burst = served < _BURST * asked
+        is_burst = not seen and served < _BURST * asked
         if is_burst:
-            longer = replace(usual, num_output_tokens=_LONGER * usual.num_output_tokens)
-            after = service_of(longer, worker, self._slo)
-            both = cache(lambda split: score(split) + score_of(after, split, bounds, asked, seen, doubt))
-            best = best_split(both, bounds, num_prefill)
+            best = best_split(lambda split: service.steady(split, bounds.num_workers), bounds, num_prefill)
         # Also in a burst, what is moved for is a gain now.
         gain = score(best) / score(num_prefill) - 1 if score(num_prefill) > 0 else math.inf
         summary = _summary(score, service, asked, usual, rate, bounds, num_prefill, best, seen)
         if is_burst:
-            summary += f"; more than any split serves: outputs {_LONGER:g} times as long count, too"
+            summary += "; more than any split serves: each role keeps workers in hand"
         if best != num_prefill and gain > self._patience.margin:
             self._size = None
             held = self._hold(now, best, num_prefill, _OUTPUTS_END * usual.output_s(worker.costs.decode))
