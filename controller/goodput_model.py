@@ -183,8 +183,7 @@ class SplitService:
     def steady(self, num_prefill: int, num_workers: int) -> float:
         """Requests a second that a split goes on to compute whatever comes next: bursts change from second to second,
         and short outputs of now, for which few decode workers are enough, are not the next ones. Each role keeps some
-        workers in hand, of few a larger share: twice the square root of their number, which is what comes and goes at
-        random, but an eighth of them always counts."""
+        workers in hand."""
         num_decode = num_workers - num_prefill
         if not num_prefill:
             return self.of(0, num_workers)
@@ -226,6 +225,8 @@ class SplitService:
 
 
 def _without_spare(num_workers: int) -> float:
+    """Those of a role that are not kept in hand: that is twice the square root of their number, about what comes and
+    goes at random, so that a small pool keeps a larger share; an eighth of them always counts."""
     return max(num_workers / 8, num_workers - 2 * math.sqrt(num_workers))
 
 

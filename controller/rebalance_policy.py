@@ -173,7 +173,7 @@ class AutoRatio:
         score = cache(lambda split: score_of(service, split, bounds, asked, seen, doubt))
         best = best_split(score, bounds, num_prefill)
         served = score(best)
-        is_burst = not seen and served < _BURST * asked
+        is_burst = not seen and served < _BURST * asked  # what splits were seen to serve says more than a rule
         if is_burst:
             best = best_split(lambda split: service.steady(split, bounds.num_workers), bounds, num_prefill)
         # Also in a burst, what is moved for is a gain now.

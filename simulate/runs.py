@@ -255,8 +255,8 @@ class RunPipeline(StepPipeline):
             self._reporter.flush()
         going_on, others = self._parted(decoding)
         size = size_of_shares(scheduled)
-        goes_on = len(going_on) == len(scheduled) and not copies
-        run = self._ranks.run_of(size, self._most_steps(going_on) if goes_on else 1)
+        is_alike = len(going_on) == len(scheduled) and not copies
+        run = self._ranks.run_of(size, self._most_steps(going_on) if is_alike else 1)
         if run.num_steps > 1 and not self._provide(going_on, run.num_steps):
             run.num_steps = 1
         self._ranks.begin(run, size)
