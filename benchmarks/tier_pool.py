@@ -140,7 +140,8 @@ class TieredPool:
             return
         keys = [key for row in blocks.to_look_up(tokens, b"") for key in row]
         try:
-            blocks.learn(key for key, is_there in zip(keys, objects.find(keys, 5.0), strict=True) if is_there)
+            are_there = dict(zip(keys, objects.find(keys, 5.0), strict=True))
+            blocks.learn(filter(are_there.get, keys), [key for key in keys if not are_there[key]])
         except OSError as error:
             self.errors.append(str(error))
 

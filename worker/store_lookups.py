@@ -84,30 +84,35 @@ class StoreLookups(WaitingAdmits):
         """On the thread of look-ups, for as long as the process lives."""
         while True:
             key, rows, asked_at = self._asked.get()
-            found, problem = list[TierKey](), ""
+            found, gone, problem = list[TierKey](), list[TierKey](), ""
             try:
-                self._look_up(rows, asked_at + LOOK_UP_S, found)
+                self._look_up(rows, asked_at + LOOK_UP_S, found, gone)
             except OSError as error:
                 problem = str(error) or type(error).__name__
             except Exception as error:
                 logger.exception("a look-up of the KV store failed")
                 problem = type(error).__name__
-            self._post(self._looked_up, key, found, problem, time.monotonic() - asked_at)
+            self._post(self._looked_up, key, found, gone, problem, time.monotonic() - asked_at)
 
-    def _look_up(self, rows: Sequence[Sequence[TierKey]], deadline: float, found: list[TierKey]) -> None:
-        """Adds what is there, up to the first block of which nothing is. Raises OSError."""
+    def _look_up(
+        self, rows: Sequence[Sequence[TierKey]], deadline: float, found: list[TierKey], gone: list[TierKey]
+    ) -> None:
+        """Adds what is there and what is not, up to the first block of which nothing is. Raises OSError."""
         begin, num = 0, 1  # most prompts have nothing there
         while begin < len(rows):
             keys = list(chain.from_iterable(rows[begin : begin + num]))
             if (left_s := deadline - time.monotonic()) <= 0:
                 raise StoreSilent(f"it took more than {LOOK_UP_S:g} s")
             are_there = self.objects.find(keys, left_s)
-            found += [key for key, is_there in zip(keys, are_there, strict=True) if is_there]
+            for key, is_there in zip(keys, are_there, strict=True):
+                (found if is_there else gone).append(key)
             if not any(are_there[-len(rows[0]) :]):
                 break
             begin, num = begin + num, _ROWS
 
-    def _looked_up(self, key: RequestKey, found: Sequence[TierKey], problem: str, seconds: float) -> None:
+    def _looked_up(
+        self, key: RequestKey, found: Sequence[TierKey], gone: Sequence[TierKey], problem: str, seconds: float
+    ) -> None:
         counts = self.counts
         counts.seconds += seconds
         counts.found += bool(found)
@@ -119,7 +124,7 @@ class StoreLookups(WaitingAdmits):
             logger.info("the KV store says again what it has")
         self._is_away = bool(problem)
         if found or not problem:
-            self._blocks.learn(found)
+            self._blocks.learn(found, gone)
         waiting = self._waiting.pop(key, None)
         if waiting is not None:
             self._admit(waiting)

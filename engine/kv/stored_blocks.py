@@ -3,9 +3,9 @@
     wanted in the store -> (saved to host memory) -> pushed          known to be in the store -> fetched into the pool
 
 `store` is an index of what is known to be in the store: what this worker has pushed, and what a look-up has found there
-(`learn`). It is no promise: others delete from it. A block that is not there any more is a load that failed. What is
-wanted there goes by way of host memory, so that nothing in the pool waits for a slow store. Watchers of the cache hear
-nothing of the store, which is the same for all of them.
+(`learn`). It is no promise: others delete from it. So what a prompt could use of it is looked up each time; a block
+that is gone when it is fetched is a load that failed. What is wanted there goes by way of host memory, so that nothing
+in the pool waits for a slow store. Watchers of the cache hear nothing of the store, which is the same for all of them.
 
 Decides only; knows no network, and no time. Used from one thread.
 """
@@ -68,18 +68,25 @@ class StoredBlocks(TieredBlocks):
 
     def to_look_up(self, token_ids: Sequence[int], salt: bytes) -> list[list[TierKey]]:
         """Returns what a prompt could use of the store, block by block of its tokens, from the first that is not found
-        here. Whatever is missing, nothing behind it can be used."""
+        above it. Whatever is missing, nothing behind it can be used."""
         places = range(len(self.groups))
         rows = [
             [(place, digest) for place in places]
             for digest in prefix_hash.prefix_hashes(token_ids, self.block_size, salt)
         ]
-        known = (at for at, row in enumerate(rows) if not all(self._is_known(*key) for key in row))
-        return rows[next(known, len(rows)) :]
+        missing = (at for at, row in enumerate(rows) if not all(self._is_above(*key) for key in row))
+        return rows[next(missing, len(rows)) :]
 
-    def learn(self, keys: Iterable[TierKey]) -> None:
-        """The store has answered: these are there."""
+    def _is_above(self, place: int, digest: bytes) -> bool:
+        key = (place, digest)
+        return digest in self._published[place] or key in self._arriving_at or self._is_below(key)
+
+    def learn(self, keys: Iterable[TierKey], gone: Iterable[TierKey] = ()) -> None:
+        """The store has answered: these are there, and those that are `gone` are not."""
         self._push_from = 0
+        for key in gone:
+            if key not in self._arriving_at:  # else the end of its load says so
+                self.store.drop(key)
         new = []
         for key in dict.fromkeys(keys):
             if key in self.store:

@@ -63,6 +63,18 @@ def test_a_beginning_that_the_store_has_lost_is_pushed_again() -> None:
     assert settle(manager) == []
 
 
+def test_what_others_have_deleted_is_not_fetched_and_is_pushed_again() -> None:
+    manager, keys = make("all"), keys_of(PROMPT)[:3]
+    manager.learn(keys)
+    assert manager.to_look_up(PROMPT, b"") == [[key] for key in keys], "what is known may be gone"
+    manager.learn(keys[:1], keys[1:])
+    assert list(manager.store) == keys[:1]
+    manager.learn([], keys)
+    come(manager, PROMPT)
+    assert settle(manager) == keys and manager.counts.failed == 0
+    assert manager.to_look_up(PROMPT, b"") == [], "the pool has all"
+
+
 def test_a_push_that_failed_is_made_once_the_store_answers_again() -> None:
     manager = make("reused", num_blocks=64)
     for _ in range(2):

@@ -221,7 +221,7 @@ class StoreWalk(TieredBlocksWalk):
     @rule(tokens=st.sampled_from(PROMPTS), salt=st.sampled_from(SALTS))
     def look_up(self, tokens: list[int], salt: bytes) -> None:
         keys = [key for row in self.manager.to_look_up(tokens, salt) for key in row]
-        self.manager.learn(key for key in keys if key in self.stored)
+        self.manager.learn([key for key in keys if key in self.stored], [key for key in keys if key not in self.stored])
 
     @rule(tokens=st.sampled_from(PROMPTS), salt=st.sampled_from(SALTS))
     def others_write(self, tokens: list[int], salt: bytes) -> None:
