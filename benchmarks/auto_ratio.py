@@ -58,6 +58,8 @@ class Run:
     """One way through the load."""
 
     name: str
+    seed: int
+    """Of the arrivals."""
     figures: Figures
     by_phase: list[float]
     """Goodput."""
@@ -68,9 +70,9 @@ class Run:
 class Bench:
     """One cluster, and what is asked of it."""
 
-    def __init__(self, cluster: SteeredCluster, slo: SloSection, phase_s: float, progress: Progress) -> None:
+    def __init__(self, cluster: SteeredCluster, phase_s: float, progress: Progress) -> None:
         self._cluster = cluster
-        self._slo = slo
+        self._slo = cluster.config.rebalance.slo
         self._phase_s = phase_s
         self._progress = progress
 
@@ -92,7 +94,7 @@ class Bench:
         slo = {"ttft_s": self._slo.ttft_s, "tpot_s": self._slo.tpot_s}
         phases = [[t for t in told if int(t.arrival.at / load.phase_s) == i] for i in range(3)]
         by_phase = [figures_of(of_one, load.phase_s, **slo).goodput for of_one in phases]
-        return Run(name, figures_of(told, 3 * load.phase_s, **slo), by_phase, moves, problems_of(told))
+        return Run(name, seed, figures_of(told, 3 * load.phase_s, **slo), by_phase, moves, problems_of(told))
 
 
 def summary(load: Load, runs: list[Run], reasons: list[str]) -> dict[str, Any]:
@@ -107,7 +109,7 @@ def summary(load: Load, runs: list[Run], reasons: list[str]) -> dict[str, Any]:
         auto = next(run.figures.goodput for run in runs_of_one if run.name == "auto")
         ratios.append(round(auto / fixed, 3) if fixed else 0.0)
     return {
-        "load": {key: round(value, 2) for key, value in asdict(load).items()},
+        "load": asdict(load),
         "goodput": {name: round(value, 3) for name, value in median.items()},
         "auto_of_best_fixed": round(median["auto"] / best, 3) if best else 0.0,
         "auto_of_best_fixed_by_repetition": ratios,
@@ -119,10 +121,10 @@ def summary(load: Load, runs: list[Run], reasons: list[str]) -> dict[str, Any]:
 
 
 def show(found: dict[str, Any], slo: SloSection) -> None:
-    load = found["load"]
+    load = Load(**found["load"])
     table = Table(
-        title=f"{load['prompts_rate']} long prompts/s, then {load['outputs_rate']} long outputs/s, then prompts, "
-        f"{load['phase_s']:g} s each; TTFT {1000 * slo.ttft_s:g} ms, TPOT {1000 * slo.tpot_s:g} ms"
+        title=f"{load.prompts_rate:.2f} long prompts/s, then {load.outputs_rate:.2f} long outputs/s, then prompts, "
+        f"{load.phase_s:g} s each; TTFT {1000 * slo.ttft_s:g} ms, TPOT {1000 * slo.tpot_s:g} ms"
     )
     for column in ("split", "goodput/s", "by phase", "kept", "TTFT p50", "p99, ms", "ITL p50", "p99, ms", "moves"):
         table.add_column(column, justify="right")
@@ -144,13 +146,13 @@ def main(
     phase_seconds: Annotated[float, typer.Option(min=5.0, help="Of each of the three phases.")] = 30.0,
     load: Annotated[float, typer.Option(min=0.05, max=3, help="Of what a kind's own split serves.")] = 0.8,
     share: Annotated[float, typer.Option(min=0, max=1, help="Of a core for each worker; 0: what it gets.")] = 0.25,
+    slower: Annotated[float, typer.Option(min=0.1, help="Timed steps and objectives take so many times longer.")] = 1.0,
     ttft_ms: Annotated[float, typer.Option(min=1)] = 2000.0,
     tpot_ms: Annotated[float, typer.Option(min=1)] = 80.0,
     config: Annotated[Path, typer.Option(help="A cluster.yaml; it gets four workers.")] = ROOT / "cluster.yaml",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
 ) -> None:
     """A load that changes its kind, over every fixed split and over mode: auto."""
-    slo = SloSection(ttft_ms, tpot_ms)
     values: dict[str, object] = {
         "roles.prefill.devices": 2,
         "roles.decode.devices": 2,
@@ -161,16 +163,17 @@ def main(
         "rebalance.auto.dwell_s": 10.0,
     }
     runs = []
-    with telling_failures(), SteeredCluster.running(config, values, share) as cluster, bars() as progress:
-        bench = Bench(cluster, slo, phase_seconds, progress)
+    with telling_failures(), SteeredCluster.running(config, values, share, slower) as cluster, bars() as progress:
+        described = cluster.described()
+        bench = Bench(cluster, phase_seconds, progress)
         offered, before = bench.load(load), cluster.last_event()
         for number in range(repetitions):
             for p in range(1, NUM_WORKERS):
                 split = p, NUM_WORKERS - p
                 runs.append(bench.run(f"{p}:{NUM_WORKERS - p}", split, offered, number))
             runs.append(bench.run("auto", (2, 2), offered, number, auto=True))
-        found = summary(offered, runs, cluster.reasons(before))
-    tell(found, as_json, lambda found: show(found, slo))
+        found = described | summary(offered, runs, cluster.reasons(before))
+    tell(found, as_json, lambda found: show(found, cluster.config.rebalance.slo))
     if found["problems"]:
         raise typer.Exit(1)
 

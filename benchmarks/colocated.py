@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,7 +34,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.capacity import capacity_of
-from benchmarks.open_loop import Figures, Kind, figures_of, offer, poisson, problems_of
+from benchmarks.open_loop import Arrival, Figures, Kind, figures_of, offer, poisson, problems_of
 from benchmarks.plain_cluster import ROOT
 from benchmarks.report import bars, tell, telling_failures
 from benchmarks.steered import SteeredCluster
@@ -59,6 +60,13 @@ class Point:
     """That count."""
     rate: float = 0.0
     """Requests a second of all kinds together."""
+
+    def arrivals(self, mode: str) -> tuple[list[Arrival], float]:
+        """And from when on they count: those are the same for every mode."""
+        rates = [(kind, part * self.rate) for kind, part in self.kinds]
+        before_s = ADAPT_S if mode == "auto" else WARM_S
+        before = poisson(rates, 0.0, before_s, random.Random(f"{self.name}, before"))
+        return before + poisson(rates, before_s, self.seconds, random.Random(self.name)), before_s
 
 
 def grid(seconds: float, mixed_seconds: float) -> list[Point]:
@@ -89,9 +97,9 @@ class Run:
 class Bench:
     """What is asked of one cluster."""
 
-    def __init__(self, cluster: SteeredCluster, slo: SloSection, progress: Progress) -> None:
+    def __init__(self, cluster: SteeredCluster, progress: Progress) -> None:
         self._cluster = cluster
-        self._slo = slo
+        self._slo = cluster.config.rebalance.slo
         self._progress = progress
 
     def loaded(self, point: Point, share: float) -> Point:
@@ -106,23 +114,17 @@ class Bench:
         before = self._cluster.last_event()
         split = (1, 1) if mode != "colocated" else (0, 2)
         self._cluster.steer(*split, auto=mode == "auto")
-        rates = [(kind, part * point.rate) for kind, part in point.kinds]
-        before_s = ADAPT_S if mode == "auto" else WARM_S
-        # What counts is the same for every mode.
-        arrivals = [
-            *poisson(rates, 0.0, before_s, random.Random(f"{point.name}, before")),
-            *poisson(rates, before_s, point.seconds, random.Random(point.name)),
-        ]
+        arrivals, before_s = point.arrivals(mode)
         told = offer(self._cluster.address, arrivals, f"{point.name}, {mode}", self._progress)
         counted = [t for t in told if t.arrival.at >= before_s]
         figures = figures_of(counted, point.seconds, ttft_s=self._slo.ttft_s, tpot_s=self._slo.tpot_s)
         reasons = self._cluster.reasons(before) if mode == "auto" else []
         ended_as = ":".join(map(str, self._cluster.split()))
         why = reasons[-1] if reasons else ""
-        return Run(point.name, mode, round(point.rate, 2), figures, ended_as, why, reasons, problems_of(told))
+        return Run(point.name, mode, point.rate, figures, ended_as, why, reasons, problems_of(told))
 
 
-def summary(runs: list[Run]) -> dict[str, Any]:
+def summary(points: Sequence[Point], runs: Sequence[Run]) -> dict[str, Any]:
     ratios = {}
     for point in dict.fromkeys(run.point for run in runs):
         goodput = {run.mode: run.figures.goodput for run in runs if run.point == point}
@@ -130,6 +132,7 @@ def summary(runs: list[Run]) -> dict[str, Any]:
         ratios[point] = round(goodput["auto"] / better, 3) if better else 0.0
     return {
         "auto_of_the_better": ratios,
+        "points": [asdict(point) for point in points],
         "runs": [asdict(run) for run in runs],
         "problems": [f"{run.point}, {run.mode}: {problem}" for run in runs for problem in run.problems],
     }
@@ -159,13 +162,13 @@ def main(
     load: Annotated[float, typer.Option(min=0.05, max=3, help="Of what colocated workers complete.")] = 0.8,
     mixed_load: Annotated[float, typer.Option(min=0.05, max=3, help="The same, of chats with long prompts.")] = 1.0,
     share: Annotated[float, typer.Option(min=0, max=1, help="Of a core for each worker; 0: what it gets.")] = 0.4,
+    slower: Annotated[float, typer.Option(min=0.1, help="Timed steps and objectives take so many times longer.")] = 1.0,
     ttft_ms: Annotated[float, typer.Option(min=1)] = 2000.0,
     tpot_ms: Annotated[float, typer.Option(min=1)] = 50.0,
     config: Annotated[Path, typer.Option(help="A cluster.yaml; it gets two workers.")] = ROOT / "cluster.yaml",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
 ) -> None:
     """Colocated, disaggregated and mode: auto, side by side."""
-    slo = SloSection(ttft_ms, tpot_ms)
     values: dict[str, object] = {
         "roles.prefill.devices": 1,
         "roles.prefill.min_workers": 0,
@@ -176,20 +179,22 @@ def main(
         "rebalance.auto.cooldown_s": 4.0,
         "rebalance.auto.dwell_s": 12.0,
     }
-    runs: list[Run] = []
+    points, runs = list[Point](), list[Run]()
     with telling_failures(), contextlib.ExitStack() as stack:
         clusters = [
-            stack.enter_context(SteeredCluster.running(config, {**values, "router.policy": policy}, share))
+            stack.enter_context(SteeredCluster.running(config, {**values, "router.policy": policy}, share, slower))
             for policy in ("predicted", "least_loaded")
         ]
         progress = stack.enter_context(bars())
-        predicted, handing_over = (Bench(cluster, slo, progress) for cluster in clusters)
+        described = clusters[0].described()
+        predicted, handing_over = (Bench(cluster, progress) for cluster in clusters)
         for unloaded in grid(seconds, mixed_seconds):
             point = predicted.loaded(unloaded, mixed_load if unloaded.name == MIXED else load)
+            points.append(point)
             runs += [predicted.run(point, mode) for mode in MODES[:2]]
             runs.append(handing_over.run(point, MODES[2]))
-    found = summary(runs)
-    tell(found, as_json, lambda found: show(found, slo))
+    found = described | summary(points, runs)
+    tell(found, as_json, lambda found: show(found, clusters[0].config.rebalance.slo))
     if found["problems"]:
         raise typer.Exit(1)
 

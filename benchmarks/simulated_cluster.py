@@ -112,6 +112,19 @@ def configured(file: Path, values: Mapping[str, Any]) -> ServingConfig:
         return load_config(edited)
 
 
+def slowed(config: ServingConfig, slower: float) -> dict[str, Any]:
+    """The keys, set anew, with which timed steps, the wire and objectives take so many times longer."""
+    timed, slo = config.engine.timed_steps, config.rebalance.slo
+    if slower == 1.0:
+        return {}
+    steps = {f"engine.timed_steps.{name}": slower * value for name, value in vars(timed.cost).items()}
+    return steps | {
+        "engine.timed_steps.transfer_gb_per_s": (timed.transfer_gb_per_s or 1e6) / slower,
+        "rebalance.slo.ttft_ms": slower * slo.ttft_ms,
+        "rebalance.slo.tpot_ms": slower * slo.tpot_ms,
+    }
+
+
 def predict(
     split: tuple[int, int],
     config: ServingConfig,

@@ -9,37 +9,54 @@ import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from benchmarks.cpu_share import equal_shares
 from benchmarks.plain_cluster import ProgramFailed
 from benchmarks.served_cluster import ServedCluster
+from benchmarks.simulated_cluster import OfferedLoad, configured, slowed
+from benchmarks.timed_cluster import calibrate
 from cluster.pb import admin_pb2
 from tools.client import AdminClient
 
 CHANGE_S = 60.0
+MAX_NUM_SEQS = 64
+LONE = OfferedLoad(0, 200, 2, 0.0, 0.0, seed=0)
+"""Requests that measure a message."""
 _KIND = admin_pb2.ClusterEvent
 
 
 class SteeredCluster:
-    def __init__(self, served: ServedCluster, admin: AdminClient) -> None:
-        self.address = served.address
+    def __init__(self, file: Path, values: dict[str, object], share: float, served: ServedCluster, admin: AdminClient):
+        self.address, self.config = served.address, configured(file, values)
+        self._file, self._values, self._share = file, values, share
         self._served = served
         self._admin = admin
 
     @classmethod
     @contextlib.contextmanager
     def running(
-        cls, config: Path, values: dict[str, object], share: float, max_num_seqs: int = 64
+        cls, file: Path, values: dict[str, object], share: float, slower: float = 1.0
     ) -> Iterator[SteeredCluster]:
-        """Each worker has `share` of a core; 0: what it gets. Raises ProgramFailed, NoControlGroups."""
-        values = {"engine.max_num_seqs": max_num_seqs, "engine.threads": 1, **values}
+        """`values`: keys of the file that are set anew. Each worker has `share` of a core; 0: what it gets. Timed steps
+        and objectives take `slower` times longer. Raises ProgramFailed, NoControlGroups."""
+        values = {"engine.max_num_seqs": MAX_NUM_SEQS, "engine.threads": 1, **values}
+        values |= slowed(configured(file, values), slower)
         with contextlib.ExitStack() as stack:
-            served = stack.enter_context(ServedCluster.running(config, values))
+            served = stack.enter_context(ServedCluster.running(file, values))
             admin = stack.enter_context(AdminClient(served.admin_address))
             if share > 0:
                 pids = {p.name: list(p.pids) for p in admin.cluster().processes if p.name != "router"}
                 stack.enter_context(equal_shares(pids, share))
-            yield cls(served, admin)
+            yield cls(file, values, share, served, admin)
+
+    def described(self) -> dict[str, Any]:
+        """What `benchmarks/steered_simulated.py` has to know of it. To be asked while it is idle: where steps are
+        timed, a message is measured."""
+        is_timed = self.config.engine.timed_steps.is_on
+        profile = calibrate(self.address, self.config, LONE) if is_timed else None
+        file = str(self._file.resolve())
+        return {"config": file, "values": self._values, "share": self._share, "profile": profile}
 
     def steer(self, num_prefill: int, num_decode: int, *, auto: bool = False) -> None:
         """Goes to a split, and stays there, or goes on from there by itself. Raises ProgramFailed."""

@@ -1,24 +1,22 @@
-"""The loads of `benchmarks/colocated.py` and `benchmarks/auto_ratio.py` on simulated workers that share cores.
+"""What `benchmarks/colocated.py` or `benchmarks/auto_ratio.py` measured, beside its simulation.
 
-    python benchmarks/steered_simulated.py profile.json --load colocated --share 0.4
-    python benchmarks/steered_simulated.py profile.json --load auto-ratio --share 0.25
+    python benchmarks/auto_ratio.py --json > found.json
+    python benchmarks/steered_simulated.py found.json --profile profile.json
 
-`baton profile` has measured a worker on the machine whose real figures are to be explained, and each simulated worker
-may use a part of a core there, as the real ones may. Loads are shares of what the workers complete when clients keep
-them busy, in the simulation as in reality.
+The same arrivals, at the rates that the real cluster got, come to simulated workers of its configuration, each with the
+same part of a core. Where its steps were timed, what it measured of a message is all that is known; where they were
+computed, `--profile` names what `baton profile` measured of one such worker.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import random
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 if not __package__:
     # Run by its path: this folder, where a module has the name of a package, is not to be imported from.
@@ -28,26 +26,30 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.auto_ratio import NUM_WORKERS, OUTPUTS, PROMPTS, Load
-from benchmarks.colocated import ADAPT_S, MIXED, MODES, STREAMS, WARM_S, grid
-from benchmarks.open_loop import Arrival, Kind, poisson
-from benchmarks.plain_cluster import ROOT
+from benchmarks import auto_ratio, colocated
+from benchmarks.open_loop import Arrival, Kind
 from benchmarks.report import tell, telling_failures
-from benchmarks.simulated_cluster import Machine
-from cluster.config.load import load_config
-from cluster.config.schema import AutoSection, RouterSection, SloSection
-from simulate.client import RequestOutcome
+from benchmarks.simulated_cluster import Machine, configured
+from cluster.config.schema import ServingConfig
+from cluster.errors import BatonError
+from router.routing.policies.interface import Objectives
 from simulate.controller import ControllerSpec
-from simulate.worker import WorkerSpec
+from simulate.report import is_kept
 from simulate.workload import RequestShape
-from simulate.world import Cluster, ClusterSpec, RunResult
+from simulate.world import Cluster, ClusterSpec
 
-COLUMNS = ("load", "rate/s", "split", "goodput/s", "kept", "TTFT p50 ms", "TPOT p50 ms", "moves")
+COLUMNS = ("load", "rate/s", "split", "kept, %", "TTFT p50 ms", "TPOT p50 ms", "moves")
 
 
-class LoadName(StrEnum):
-    COLOCATED = "colocated"
-    AUTO_RATIO = "auto-ratio"
+@dataclass(frozen=True)
+class Figures:
+    """Of the requests of one run that count, real or simulated."""
+
+    kept: float
+    """Their share that kept both objectives."""
+    ttft_p50_ms: float
+    tpot_p50_ms: float
+    num_moves: int
 
 
 @dataclass(frozen=True)
@@ -56,138 +58,125 @@ class Row:
 
     load: str
     rate: float
+    """Requests a second."""
     name: str
-    goodput: float
-    """Requests a second that kept both objectives."""
-    kept: float
-    ttft_p50_ms: float
-    tpot_p50_ms: float
-    num_moves: int
+    real: Figures
+    simulated: Figures
 
 
 class Bench:
-    """Simulated workers, all alike."""
+    """A cluster of simulated workers, all alike."""
 
-    def __init__(self, worker: WorkerSpec, machine: Machine, slo: SloSection) -> None:
-        self._worker = worker
-        self._machine = machine
-        self._slo = slo
+    def __init__(self, config: ServingConfig, machine: Machine, share: float) -> None:
+        """`share`: of a core, of each worker; 0: as much as it gets."""
+        self._config, self._machine = config, machine
+        self._worker = replace(machine.worker(config), core_share=share or None)
 
-    def spec(
+    def run(
         self,
         split: tuple[int, int],
-        policy: str = "predicted",
-        streams: int | None = None,
-        auto: AutoSection | None = None,
-    ) -> ClusterSpec:
-        router = RouterSection(http_port=None, policy=policy, max_running_requests=streams)  # type: ignore[arg-type]
-        message_s = self._machine.message_s
-        return ClusterSpec.of_ratio(
+        arrivals: Sequence[Arrival],
+        from_s: float,
+        *,
+        auto: bool = False,
+        policy: str | None = None,
+    ) -> Figures:
+        """Of the requests from `from_s` on. `policy`: None: the configuration's."""
+        config, message_s = self._config, self._machine.message_s
+        router = replace(config.router, http_port=None, policy=policy or config.router.policy)  # type: ignore[arg-type]
+        roles = config.roles
+        steering = ControllerSpec(
+            auto=config.rebalance.auto, min_prefill=roles.prefill.min_workers, min_decode=roles.decode.min_workers
+        )
+        spec = ClusterSpec.of_ratio(
             *split,
             self._worker,
             router=router,
-            slo=self._slo,
+            transfer=config.transfer,
+            slo=config.rebalance.slo,
             message_s=message_s,
             client_s=message_s,
             cores=self._machine.cores,
-            controller=None if auto is None else ControllerSpec(auto=auto, min_prefill=0),
+            controller=steering if auto else None,
         )
-
-    def capacity(self, split: tuple[int, int], kinds: Sequence[tuple[Kind, float]], streams: int) -> float:
-        """Requests a second while so many run, and others wait."""
-        draw = random.Random(0)
-        drawn = draw.choices([kind for kind, _ in kinds], [share for _, share in kinds], k=4 * streams)
-        shapes = [RequestShape(0.0, kind.num_prompt_tokens, kind.num_output_tokens) for kind in drawn]
-        spec = self.spec(split, streams=streams)
-        endless = replace(spec.router, queue_timeout_s=86_400.0, max_queue_wait_s=86_400.0)
-        ends = sorted(o.ended_s for o in Cluster(replace(spec, router=endless)).run(shapes).outcomes)
-        first, last = len(ends) // 4, 3 * len(ends) // 4
-        return (last - first) / (ends[last] - ends[first])
-
-    def run(self, spec: ClusterSpec, arrivals: Sequence[Arrival]) -> RunResult:
         shapes = [RequestShape(a.at, a.kind.num_prompt_tokens, a.kind.num_output_tokens) for a in arrivals]
-        return Cluster(spec).run(shapes)
-
-    def row(self, load: str, rate: float, name: str, result: RunResult, begin_s: float, seconds: float) -> Row:
-        counted = [o for o in result.outcomes if o.request.at_s >= begin_s]
-        kept = sum(self._is_kept(outcome) for outcome in counted)
-        ttfts, tpots = (
-            sorted(t for t in times if t is not None)
-            for times in ((o.ttft_s for o in counted), (o.tpot_s for o in counted))
-        )
-        median = [1000 * times[len(times) // 2] if times else 0.0 for times in (ttfts, tpots)]
-        num_moves = max(0, len(result.splits) - 1)
-        return Row(load, rate, name, kept / seconds, kept / max(1, len(counted)), *median, num_moves)
-
-    def _is_kept(self, outcome: RequestOutcome) -> bool:
-        in_time = outcome.ttft_s is not None and outcome.ttft_s <= self._slo.ttft_s
-        return outcome.is_finished and in_time and (outcome.tpot_s is None or outcome.tpot_s <= self._slo.tpot_s)
+        result = Cluster(spec).run(shapes)
+        counted = [outcome for outcome in result.outcomes if outcome.request.at_s >= from_s]
+        objectives = Objectives(spec.slo.ttft_s, spec.slo.tpot_s)
+        ttfts = sorted(o.ttft_s for o in counted if o.ttft_s is not None)
+        tpots = sorted(o.tpot_s for o in counted if o.tpot_s is not None)
+        medians = [1000 * times[len(times) // 2] if times else 0.0 for times in (ttfts, tpots)]
+        kept = sum(o.is_finished and is_kept(o, objectives) for o in counted) / max(1, len(counted))
+        return Figures(kept, *medians, num_moves=max(0, len(result.splits) - 1))
 
 
-def colocated(bench: Bench, load: float, seconds: float) -> list[Row]:
-    """As `benchmarks/colocated.py`."""
-    rows, auto = [], AutoSection(confirm_s=4.0, cooldown_s=4.0, dwell_s=12.0)
-    for point in grid(seconds, seconds):
-        share = 1.0 if point.name == MIXED else load
-        rate = share * bench.capacity((0, 2), point.kinds, STREAMS)
-        rates = [(kind, part * rate) for kind, part in point.kinds]
-        for mode in MODES:
-            before_s = ADAPT_S if mode == "auto" else WARM_S
-            arrivals = [
-                *poisson(rates, 0.0, before_s, random.Random(f"{point.name}, before")),
-                *poisson(rates, before_s, point.seconds, random.Random(point.name)),
-            ]
-            policy = "least_loaded" if mode == "disaggregated" else "predicted"
-            split = (0, 2) if mode == "colocated" else (1, 1)
-            result = bench.run(bench.spec(split, policy, auto=auto if mode == "auto" else None), arrivals)
-            rows.append(bench.row(point.name, rate, mode, result, before_s, point.seconds))
-    return rows
+def rows_of(found: dict[str, Any], bench: Bench) -> list[Row]:
+    """Each run that one of the two has measured, simulated."""
+    return [
+        _colocated(found, run, bench) if "points" in found else _auto_ratio(found, run, bench) for run in found["runs"]
+    ]
 
 
-def auto_ratio(bench: Bench, load: float, seconds: float) -> list[Row]:
-    """As `benchmarks/auto_ratio.py`."""
-    prompts = load * bench.capacity((3, 1), [(PROMPTS, 1.0)], 4 * 3)
-    outputs = load * bench.capacity((1, 3), [(OUTPUTS, 1.0)], 40 * 3)
-    offered, rows = Load(seconds, prompts, outputs), []
-    for name in ("1:3", "2:2", "3:1", "auto"):
-        split = (2, 2) if name == "auto" else (int(name[0]), NUM_WORKERS - int(name[0]))
-        spec = bench.spec(split, auto=AutoSection() if name == "auto" else None)
-        result = bench.run(spec, offered.arrivals(1))
-        what = f"{prompts:.2f} prompts/s, {outputs:.2f} outputs/s, {prompts:.2f} prompts/s"
-        rows.append(bench.row(what, (2 * prompts + outputs) / 3, name, result, 0.0, 3 * seconds))
-    return rows
+def _colocated(found: dict[str, Any], run: dict[str, Any], bench: Bench) -> Row:
+    said, mode = next(point for point in found["points"] if point["name"] == run["point"]), run["mode"]
+    kinds = tuple((Kind(**kind), share) for kind, share in said["kinds"])
+    arrivals, from_s = colocated.Point(**{**said, "kinds": kinds}).arrivals(mode)
+    split = (0, 2) if mode == "colocated" else (1, 1)
+    policy = "least_loaded" if mode == "disaggregated" else "predicted"
+    simulated = bench.run(split, arrivals, from_s, auto=mode == "auto", policy=policy)
+    return Row(run["point"], run["rate"], mode, _real(run), simulated)
+
+
+def _auto_ratio(found: dict[str, Any], run: dict[str, Any], bench: Bench) -> Row:
+    load, is_auto = auto_ratio.Load(**found["load"]), run["name"] == "auto"
+    num_prefill = auto_ratio.NUM_WORKERS // 2 if is_auto else int(run["name"].split(":")[0])
+    arrivals = load.arrivals(run["seed"])
+    split = (num_prefill, auto_ratio.NUM_WORKERS - num_prefill)
+    rate = len(arrivals) / (3 * load.phase_s)
+    return Row("prompts, outputs", rate, run["name"], _real(run), bench.run(split, arrivals, 0.0, auto=is_auto))
+
+
+def _real(run: dict[str, Any]) -> Figures:
+    figures = run["figures"]
+    return Figures(figures["kept"], figures["ttft_p50_ms"], figures["tpot_p50_ms"], run.get("num_moves", 0))
 
 
 def show(rows: Sequence[Row]) -> None:
-    table = Table(*COLUMNS, title="simulated")
+    table = Table(*COLUMNS, title="measured, simulated")
     for row in rows:
-        times = [f"{row.ttft_p50_ms:.0f}", f"{row.tpot_p50_ms:.1f}", str(row.num_moves)]
-        table.add_row(row.load, f"{row.rate:.2f}", row.name, f"{row.goodput:.2f}", f"{row.kept:.0%}", *times)
+        real, simulated = row.real, row.simulated
+        table.add_row(
+            row.load,
+            f"{row.rate:.2f}",
+            row.name,
+            f"{100 * real.kept:.0f}, {100 * simulated.kept:.0f}",
+            f"{real.ttft_p50_ms:.0f}, {simulated.ttft_p50_ms:.0f}",
+            f"{real.tpot_p50_ms:.1f}, {simulated.tpot_p50_ms:.1f}",
+            f"{real.num_moves}, {simulated.num_moves}",
+        )
     Console(width=140).print(table)
 
 
 def main(
+    found: Annotated[Path, typer.Argument(metavar="FILE", help="What one of the two printed.", exists=True)],
     profile: Annotated[
-        Path, typer.Argument(metavar="FILE", help="What `baton profile` wrote, with a thread a worker.")
-    ],
-    load: Annotated[LoadName, typer.Option(help="Of which benchmark.")] = LoadName.COLOCATED,
-    share: Annotated[float, typer.Option(min=0.01, max=1, help="Of a core for each worker.")] = 0.4,
-    of_capacity: Annotated[float, typer.Option(min=0.05, max=3, help="Of what is completed.")] = 0.8,
-    seconds: Annotated[float, typer.Option(min=2.0, help="Of each point, or of each phase.")] = 30.0,
-    ttft_ms: Annotated[float, typer.Option(min=1)] = 2000.0,
-    tpot_ms: Annotated[float | None, typer.Option(min=1, help="Default: that of the benchmark, 50 or 80.")] = None,
-    config: Annotated[Path, typer.Option(help="Of the real cluster.")] = ROOT / "cluster.yaml",
+        Path | None,
+        typer.Option(metavar="FILE", help="What `baton profile` wrote, with a thread a worker.", exists=True),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
 ) -> None:
     """Simulate what a real benchmark has measured."""
     logging.getLogger("worker").setLevel(logging.ERROR)  # simulated workers say when they are done with one another
     with telling_failures():
-        machine = Machine.of(json.loads(profile.read_text(encoding="utf-8")))
-        slo = SloSection(ttft_ms, tpot_ms or (50.0 if load is LoadName.COLOCATED else 80.0))
-        worker = replace(machine.worker(load_config(config)), core_share=share, max_num_seqs=64)
-        bench = Bench(worker, machine, slo)
-        rows = (colocated if load is LoadName.COLOCATED else auto_ratio)(bench, of_capacity, seconds)
-        tell({"rows": [vars(row) for row in rows]}, as_json, lambda _: show(rows))
+        real = json.loads(found.read_text(encoding="utf-8"))
+        document = real["profile"] if profile is None else json.loads(profile.read_text(encoding="utf-8"))
+        if document is None:
+            raise BatonError(
+                f"the workers of {found} computed; name what `baton profile` measured of one: --profile FILE"
+            )
+        bench = Bench(configured(Path(real["config"]), real["values"]), Machine.of(document), real["share"])
+        rows = rows_of(real, bench)
+        tell({"rows": [asdict(row) for row in rows]}, as_json, lambda _: show(rows))
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from rich.table import Table
 from benchmarks.plain_cluster import ROOT
 from benchmarks.report import telling_failures
 from benchmarks.served_cluster import ServedCluster
-from benchmarks.simulated_cluster import COMPARED, Machine, OfferedLoad, configured, judge
+from benchmarks.simulated_cluster import COMPARED, Machine, OfferedLoad, configured, judge, slowed
 from cluster import rpc
 from cluster.config.load import load_config
 from cluster.config.schema import ServingConfig, SloSection
@@ -94,19 +94,15 @@ def values_of(
     """The keys of a configuration that are set anew. Timed steps, the wire and objectives take so many times longer;
     workers that compute share the cores, each with its own."""
     config = load_config(file)
-    timed, slo = config.engine.timed_steps, config.rebalance.slo
     values: dict[str, Any] = {} if model is None else {"model.path": str(model.resolve())}
     if ttft_ms is not None:
-        slo = replace(slo, ttft_ms=ttft_ms)
+        slo = replace(config.rebalance.slo, ttft_ms=ttft_ms)
+        config = replace(config, rebalance=replace(config.rebalance, slo=slo))
         values["rebalance.slo.ttft_ms"] = ttft_ms
-    if not timed.is_on:
+    if not config.engine.timed_steps.is_on:
         threads = len(os.sched_getaffinity(0)) // max(map(sum, splits))
         return values | {"engine.threads": max(1, threads), "router.http_port": None}
-    if slower != 1.0:
-        values |= {f"engine.timed_steps.{name}": slower * value for name, value in vars(timed.cost).items()}
-        values["engine.timed_steps.transfer_gb_per_s"] = (timed.transfer_gb_per_s or 1e6) / slower
-        values |= {"rebalance.slo.ttft_ms": slower * slo.ttft_ms, "rebalance.slo.tpot_ms": slower * slo.tpot_ms}
-    return values
+    return values | slowed(config, slower)
 
 
 def loads_at(
