@@ -21,7 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -82,8 +82,8 @@ class StoredObject(NamedTuple):
 class BlockStore(Protocol):
     """Named bytes that many processes read and write at once. Methods raise OSError; any thread calls them."""
 
-    def put(self, name: str, content: bytes) -> None:
-        """Makes an object readable as a whole, in place of one of this name."""
+    def put(self, name: str, content: bytes) -> bool:
+        """Makes an object readable as a whole; False: one of this name and size was there, and is used now."""
         ...
 
     def get(self, name: str) -> bytes:
@@ -109,8 +109,12 @@ class FolderStore:
         self._folder = folder.expanduser()
         self._folder.mkdir(exist_ok=True, mode=0o700)
 
-    def put(self, name: str, content: bytes) -> None:
+    def put(self, name: str, content: bytes) -> bool:
         path = self._folder / name
+        with suppress(FileNotFoundError):
+            if path.stat().st_size == len(content):
+                os.utime(path)
+                return False
         part = path.with_name(f"{path.name}.{os.uname().nodename}-{os.getpid()}-{next(_numbers)}{_PART}")
         try:
             descriptor = self._create(part)
@@ -128,6 +132,7 @@ class FolderStore:
             with suppress(OSError):
                 part.unlink()
             raise
+        return True
 
     def _create(self, path: Path) -> int:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -225,18 +230,18 @@ class StoreObjects:
         return f"{self._namespace.hex()}/{text[:2]}/{text}.g{group}.r{self._tp_rank if rank is None else rank}"
 
     def push(self, keys: Sequence[Key], blocks: Iterable[bytes]) -> None:
-        """Writes blocks of `block_bytes`. Raises OSError, of which StoreSilent."""
+        """Writes blocks of `block_bytes` that are not there. Raises OSError, of which StoreSilent."""
         deadline = time.monotonic() + MOVE_TIMEOUT_S
         self._make_room(len(keys) * self.object_bytes)
         puts = (partial(self._put, key, block) for key, block in zip(keys, blocks, strict=True))
-        for _ in self._made(puts, _MOST_PUTS, deadline - time.monotonic()):
-            self.used_bytes += self.object_bytes
-            self._num_unseen += self.object_bytes
+        for is_new in self._made(puts, _MOST_PUTS, deadline - time.monotonic()):
+            self.used_bytes += self.object_bytes * is_new
+            self._num_unseen += self.object_bytes * is_new
 
-    def _put(self, key: Key, payload: bytes) -> None:
+    def _put(self, key: Key, payload: bytes) -> bool:
         sizes = self._block_bytes, xxhash.xxh3_64_intdigest(payload)
         header = _OBJECT.pack(_MAGIC, _VERSION, self._namespace, self._tp_rank, *key, *sizes)
-        self._store.put(self.name_of(key), sealed(header) + payload)
+        return self._store.put(self.name_of(key), sealed(header) + payload)
 
     def fetch(self, keys: Sequence[Key]) -> Iterator[memoryview]:
         """Yields the blocks, in memory of their own. Raises Corrupted for what is not the block that its key names, and
@@ -334,8 +339,8 @@ class StoreObjects:
             raise StoreSilent(f"the KV store did not answer in time, and is left alone for {left_s:.0f} s more")
 
     def _made(self, calls: Iterable[Callable[[], T]], most: int, timeout_s: float) -> Iterator[T]:
-        """Yields the results of calls in their order, `most` of which are under way at a time. A store that answers
-        none in time is left alone for a while."""
+        """Yields the results of calls in their order, `most` of which are under way at a time. When it ends, none is
+        under way unless the time is over. A store that answers none in time is left alone for a while."""
         self._leave_alone()
         deadline, under_way, num_made = time.monotonic() + timeout_s, deque[_Call[T]](), 0
         try:
@@ -351,6 +356,9 @@ class StoreObjects:
         finally:
             for made in under_way:
                 made.give_up()
+            for made in under_way:
+                with suppress(TimeoutError, CancelledError):
+                    made.future.exception(max(0.0, deadline - time.monotonic()))
 
     def _result(self, call: _Call[T], deadline: float, num_before: int) -> T:
         try:

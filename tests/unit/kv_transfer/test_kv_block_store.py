@@ -162,6 +162,42 @@ def test_many_writers_that_delete_at_once_do_not_fail(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.part"))
 
 
+def test_what_is_there_is_not_written_again_and_counts_as_used(tmp_path: Path) -> None:
+    mine, other = opened(tmp_path), opened(tmp_path)
+    push(mine, KEYS[:6])
+    written = {path: path.stat().st_ino for path in files_of(tmp_path)}
+    for path in written:
+        os.utime(path, (1.0, 1.0))
+    push(other)
+    assert {path: path.stat().st_ino for path in written} == written
+    assert all(path.stat().st_mtime > 1.0 for path in written)
+    assert other.used_bytes == len(KEYS) * OBJECT and len(files_of(tmp_path)) == len(KEYS)
+    cut = tmp_path / mine.name_of(KEYS[0])
+    os.truncate(cut, OBJECT - 1)
+    push(other, KEYS[:1])
+    assert list(map(bytes, mine.fetch(KEYS[:1]))) == [block_of(KEYS[0])]
+
+
+def test_a_push_that_failed_has_no_write_under_way(tmp_path: Path) -> None:
+    is_over, begun = threading.Event(), threading.Event()
+    seen: list[bool] = []
+
+    class FullStore(FolderStore):
+        def put(self, name: str, content: bytes) -> bool:
+            if objects.name_of(KEYS[0]) == name:
+                assert begun.wait(30.0)
+                raise OSError("no space left")
+            begun.set()
+            seen.append(is_over.wait(0.2))
+            return super().put(name, content)
+
+    objects = StoreObjects(FullStore(tmp_path), LAYOUT, "native", 0, BYTES, 1 << 20)
+    with pytest.raises(OSError, match="no space left"):
+        push(objects)
+    is_over.set()
+    assert seen and not any(seen)
+
+
 def test_a_flush_deletes_what_this_rank_has_of_this_kv_alone(tmp_path: Path) -> None:
     mine, of_other_rank = (opened(tmp_path, PAIR, rank=rank) for rank in (0, 1))
     others = [of_other_rank, *(opened(tmp_path, **other) for what, other in OTHERS.items() if what != "ranks")]
@@ -237,4 +273,4 @@ def test_a_push_waits_for_a_long_listing_for_half_its_time_and_the_store_is_read
     with objects._looking:  # the listing has ended
         pass
     push(objects)
-    assert objects.used_bytes == 2 * len(KEYS) * OBJECT
+    assert objects.used_bytes == len(KEYS) * OBJECT
