@@ -245,6 +245,11 @@ def _attend(
     soft_cap = scoring.soft_cap
     if not soft_cap and sinks is None and log_sums is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scoring.scale)
+    if not soft_cap and sinks is not None and log_sums is None and _is_fused(q, v):
+        fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        seen, totals = fused(q, k, v, is_causal=mask is None, attn_mask=mask, scale=scoring.scale)
+        out: torch.Tensor = (seen * torch.sigmoid(totals - sinks.squeeze(-1)).unsqueeze(-1)).to(q.dtype)
+        return out
     pieces = []
     for first in range(0, q.shape[-2], _ROWS_AT_ONCE):
         rows = slice(first, first + _ROWS_AT_ONCE)
@@ -268,6 +273,11 @@ def _attend(
             weights = torch.exp(scores - totals.clamp(min=_LEAST))  # of no keys zeros, not NaN
         pieces.append(weights[..., : k.shape[-2]].to(q.dtype) @ v)
     return torch.cat(pieces, dim=-2)
+
+
+def _is_fused(q: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether torch has one kernel that tells the logarithm of each softmax' sum, too: what a sink leaves of it."""
+    return q.device.type == "cpu" and q.dtype in (torch.float32, torch.bfloat16) and q.shape[-1] == v.shape[-1]
 
 
 def _alone(batch: AttentionBatch, *, is_every: bool) -> _Alone | None:
