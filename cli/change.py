@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,11 +18,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cli.common import AdminOptions, AsJson, outcome
-from cluster.errors import BatonError
+from cluster.errors import BatonError, NotReachable
+from cluster.kv_groups import LOOK_TIMEOUT_S
 
 if TYPE_CHECKING:
     from cluster.pb.admin_pb2 import ChangeResponse
     from tools.client import AdminClient
+
+SAID_AFTER_S = 2.0
+"""What a flush waits for is said so late."""
 
 
 @dataclass(frozen=True)
@@ -98,13 +104,18 @@ def flush(
 
 
 def flush_workers(admin: AdminOptions, workers: list[str], *, as_json: bool) -> None:
-    """Empties the prefix caches of these workers, or of all that are ready."""
+    """Empties the prefix caches of these workers, or of all that are ready, the others also where one does not."""
     with outcome(), admin.connect() as client:
-        from cluster.pb.admin_pb2 import FlushPrefixCacheRequest
-
-        flushed, stored = dict[str, int](), dict[str, int]()
+        flushed, stored, failed = dict[str, int](), dict[str, int](), dict[str, BatonError]()
         for worker_id in workers or ready_workers(client):
-            answer = client.on_worker("FlushPrefixCache", FlushPrefixCacheRequest(worker_id=worker_id))
+            try:
+                with _said_if_long(worker_id):
+                    answer = client.flush_cache(worker_id)
+            except NotReachable:
+                raise
+            except BatonError as error:
+                failed[worker_id] = error
+                continue
             flushed[worker_id] = answer.num_blocks
             stored[worker_id] = answer.num_stored_blocks
             if not as_json:
@@ -112,6 +123,21 @@ def flush_workers(admin: AdminOptions, workers: list[str], *, as_json: bool) -> 
                 print(f"{worker_id}: {answer.num_blocks} blocks{of_store}", flush=True)
         if as_json:
             print(json.dumps({"num_blocks": flushed, "num_stored_blocks": stored}, indent=2))
+        if failed:
+            why = "; ".join(f"{worker_id}: {error.message}" for worker_id, error in failed.items())
+            raise BatonError(f"not all is flushed: {why}")
+
+
+@contextmanager
+def _said_if_long(worker_id: str) -> Iterator[None]:
+    """Says on stderr what is waited for, when that takes a while."""
+    what = f"{worker_id}: is waited for; to flush a store takes {LOOK_TIMEOUT_S:g} s at most"
+    timer = threading.Timer(SAID_AFTER_S, lambda: print(what, file=sys.stderr, flush=True))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def ready_workers(client: AdminClient) -> list[str]:

@@ -166,6 +166,8 @@ def num_rows(groups: Sequence[KvGroup]) -> int:
 
 
 DISK_PAGE = 4096
+LOOK_TIMEOUT_S = 60.0
+"""The most that a look at all objects of a KV store is waited for where nobody writes; a flush of it is such a look."""
 
 
 def slot_bytes_of(block_bytes: int) -> int:

@@ -18,7 +18,15 @@ from cluster import rpc
 from cluster.api_keys import Scope
 from cluster.auth import Gate, KeyRing
 from cluster.config.schema import AdminSection, ServingConfig
-from cluster.errors import BatonError, ConfigError, InternalError, InvalidRequest, NotReachable, Unavailable
+from cluster.errors import (
+    BatonError,
+    ConfigError,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    NotReachable,
+    Unavailable,
+)
 from cluster.pb import admin_pb2, admin_pb2_grpc
 from cluster.protocol import ProtocolGate, inside_metadata, spoken
 from cluster.text import ROLE_NUMBERS
@@ -34,6 +42,8 @@ log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 _NUM_EVENTS = 20
 _WORKER_CALL_S = 20.0
+_ANSWER_S = 5.0
+"""Of the time that a caller waits, what is left to tell it that a worker does not answer."""
 ADMIN: str = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 _WORKER_CONTROL: ServiceDescriptor = admin_pb2.DESCRIPTOR.services_by_name["WorkerControlService"]
 
@@ -192,16 +202,20 @@ def _pass_on(
     asked, answered = (message_factory.GetMessageClass(kind) for kind in (method.input_type, method.output_type))
 
     async def call(request: Any, context: Context) -> Any:
+        left_s = context.time_remaining()
+        wait_s = _WORKER_CALL_S if left_s is None else max(left_s - _ANSWER_S, left_s / 2)
         try:
             async with rpc.create_channel(pool.address(request.worker_id), tls=tls) as channel:
                 on_worker = channel.unary_unary(
                     f"/{_WORKER_CONTROL.full_name}/{method.name}", asked.SerializeToString, answered.FromString
                 )
-                return await on_worker(request, timeout=_WORKER_CALL_S, metadata=inside_metadata(token))
+                return await on_worker(request, timeout=wait_s, metadata=inside_metadata(token))
         except grpc.RpcError as error:
             failure = rpc.from_rpc_error(error)
             if isinstance(failure, NotReachable):
                 failure = Unavailable(f"worker {request.worker_id} does not answer: {failure.message}")
+            elif isinstance(failure, DeadlineExceeded):
+                failure = Unavailable(f"worker {request.worker_id} does not answer within {wait_s:.2g} s")
         except BatonError as error:
             failure = error
         await rpc.abort(context, failure)

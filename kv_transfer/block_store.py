@@ -34,6 +34,7 @@ import xxhash
 
 from cluster.errors import Corrupted
 from cluster.kv_groups import DISK_PAGE as PAGE
+from cluster.kv_groups import LOOK_TIMEOUT_S
 from kv_transfer.layout import KvLayout
 from kv_transfer.sealed import Key, sealed, unsealed
 
@@ -44,8 +45,6 @@ T = TypeVar("T")
 MOVE_TIMEOUT_S = 5.0
 """The most that one move of blocks to the store or from it takes, half of it for a look at all objects; beyond it they
 are computed."""
-LOOK_TIMEOUT_S = 60.0
-"""The most that a look at all objects is waited for where nobody writes."""
 AWAY_S = 10.0
 """A store that did not answer in time is left alone for so long."""
 FULL_SHARE = 7 / 8

@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.address import DEFAULT_ADDRESS, DEFAULT_ADMIN_ADDRESS
 from cluster.errors import DeadlineExceeded, InvalidRequest, NotReachable, Unavailable
+from cluster.kv_groups import LOOK_TIMEOUT_S
 from cluster.pb import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
 from cluster.pb import generation_pb2 as pb
 from cluster.protocol import check_protocol, inside_metadata
@@ -166,9 +167,9 @@ class ClientConnection:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _call(self, method: Any, request: Any) -> Any:
+    def _call(self, method: Any, request: Any, more_s: float = 0.0) -> Any:
         with as_baton_errors(self.address):
-            return method(request, timeout=self._call_s, metadata=self._metadata)
+            return method(request, timeout=self._call_s + more_s, metadata=self._metadata)
 
 
 class BatonClient(ClientConnection):
@@ -301,6 +302,13 @@ class AdminClient(ClientConnection):
         """Takes a worker out."""
         request = admin_pb2.DrainWorkerRequest(worker_id=worker_id, expected_version=expected_version, dry_run=dry_run)
         return self._change(self._admin.DrainWorker, request)
+
+    def flush_cache(self, worker_id: str) -> admin_pb2.FlushPrefixCacheResponse:
+        """Empties a worker's prefix cache, its disk and what the store has of it, whose objects all are looked at."""
+        request = admin_pb2.FlushPrefixCacheRequest(worker_id=worker_id)
+        response: admin_pb2.FlushPrefixCacheResponse
+        response = self._call(self._workers.FlushPrefixCache, request, LOOK_TIMEOUT_S)
+        return response
 
     def on_worker(self, method: str, request: Any) -> Any:
         """Calls a method of the WorkerControlService on the worker that the request names; returns its answer."""

@@ -13,6 +13,7 @@ import pytest
 from admin_desk import FakeBackend
 from scripted_router import baton
 
+from cli import change
 from cluster import protocol, rpc
 from cluster.config.schema import AdminSection
 from cluster.errors import IncompatibleProtocol, NotFound, NotServed, Unavailable
@@ -20,6 +21,7 @@ from cluster.pb import admin_pb2, admin_pb2_grpc
 from controller import admin_service
 from controller.admin_service import start_admin
 from controller.plan import plan_cluster
+from tools import client as client_module
 from tools.client import AdminClient
 
 WAIT_S = 10.0
@@ -30,10 +32,13 @@ class FakeWorker(admin_pb2_grpc.WorkerControlServiceServicer):
 
     def __init__(self, num_blocks: int | None) -> None:
         self._num_blocks = num_blocks
+        self.is_silent = False
 
     async def FlushPrefixCache(
         self, request: admin_pb2.FlushPrefixCacheRequest, context: Any
     ) -> admin_pb2.FlushPrefixCacheResponse:
+        if self.is_silent:
+            await asyncio.Event().wait()
         if self._num_blocks is None:
             await rpc.abort(context, NotServed(f"{request.worker_id} does not do that"))
         num_blocks, self._num_blocks = self._num_blocks, 0
@@ -47,7 +52,7 @@ class Desk:
     def __init__(self, loop: asyncio.AbstractEventLoop, folder: Path) -> None:
         self._loop = loop
         self._servers: list[grpc.aio.Server] = []
-        self.backend = FakeBackend(folder)
+        self.backend, self.prefill = FakeBackend(folder), FakeWorker(7)
         self.run(self._start())
 
     def run(self, work: Any) -> Any:
@@ -55,7 +60,7 @@ class Desk:
 
     async def _start(self) -> None:
         backend = self.backend
-        for worker_id, worker in (("prefill-0", FakeWorker(7)), ("decode-0", FakeWorker(None))):
+        for worker_id, worker in (("prefill-0", self.prefill), ("decode-0", FakeWorker(None))):
             server, port = rpc.create_server()
             admin_pb2_grpc.add_WorkerControlServiceServicer_to_server(worker, server)
             await server.start()
@@ -86,8 +91,7 @@ def desk(loop: asyncio.AbstractEventLoop, tmp_path: Path) -> Iterator[Desk]:
 
 def flush(desk: Desk, worker_id: str) -> int:
     with AdminClient(desk.backend.address) as client:
-        answer = client.on_worker("FlushPrefixCache", admin_pb2.FlushPrefixCacheRequest(worker_id=worker_id))
-        return int(answer.num_blocks)
+        return int(client.flush_cache(worker_id).num_blocks)
 
 
 def test_a_call_reaches_the_worker_that_it_names_and_its_answer_comes_back(desk: Desk) -> None:
@@ -144,6 +148,19 @@ def test_flush_prints_what_each_worker_forgot(desk: Desk) -> None:
     assert run("prefill-0").stdout == "prefill-0: 7 blocks\n"
     again = run("prefill-0", "--json")
     assert json.loads(again.stdout) == {"num_blocks": {"prefill-0": 0}, "num_stored_blocks": {"prefill-0": 0}}
-    everywhere = run()
-    assert (everywhere.exit_code, everywhere.stdout) == (1, "prefill-0: 0 blocks\n")
-    assert "decode-0 does not do that" in everywhere.stderr
+    everywhere = run("decode-0", "prefill-0", "decode-1")
+    assert (everywhere.exit_code, everywhere.stdout) == (1, "prefill-0: 0 blocks\n"), "one that fails ends no other"
+    assert "decode-0: decode-0 does not do that; decode-1: worker decode-1 does not answer" in everywhere.stderr
+    assert run().exit_code == 1
+
+
+def test_a_worker_that_takes_long_to_flush_is_waited_for_aloud_and_named_when_it_does_not_answer(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "LOOK_TIMEOUT_S", -29.0)  # beside the 30 s of each call
+    monkeypatch.setattr(change, "SAID_AFTER_S", 0.0)
+    desk.prefill.is_silent = True
+    silent = baton("flush", "prefill-0", "--admin-address", desk.backend.address)
+    assert silent.exit_code == 1
+    assert "prefill-0: is waited for; to flush a store takes 60 s at most\n" in silent.stderr
+    assert "not all is flushed: prefill-0: worker prefill-0 does not answer within 0." in silent.stderr
