@@ -34,7 +34,7 @@ from router.openai.files import FileRoutes, over_store
 from router.openai.generating import Generate, GenerateStream, LineAnswerer, OtherLines
 from router.openai.http import Operation, Reception
 from router.responses.background import BackgroundRuns, Cancel
-from router.responses.call import ResponseReader
+from router.responses.call import ResponseReader, names_in
 from router.responses.routes import ResponseRoutes
 from router.responses.store import ResponseStore
 from router.routing.dispatcher import Dispatcher
@@ -157,7 +157,7 @@ class HttpServer:
             lambda key_id: principal_of(gate.key_of_id(key_id)),
             self._tokenizer.token_bytes,
             most_bytes,
-            {"/v1/responses": OtherLines(self._response_routes.answer_line, ResponseRoutes.names_of_line)},
+            {"/v1/responses": OtherLines(self._response_routes.answer_line, names_in)},
         )
         return BatchRunner(
             self._batch_store,

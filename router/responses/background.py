@@ -31,7 +31,7 @@ from router.openai.errors import HttpFailure, failure_of
 from router.openai.generating import GenerateStream
 from router.responses.answers import Event, ResponseAnswer
 from router.responses.background_run import BackgroundRun, Lost, within
-from router.responses.call import NAMES, ResponseCall, ResponseReader
+from router.responses.call import ResponseCall, ResponseReader, names_in, names_of
 from router.responses.events import ResponseEvents
 from router.responses.store import KeptResponse, ResponseStore, StoredResponse
 from router.stream.failures import router_failed
@@ -108,7 +108,7 @@ class BackgroundRuns:
             raise HttpFailure(429, "too_many_responses", message, retry_after_s=1.0)
         held = {"owner": self._owner, "held_until": time.time() + self._lease_s, "runs": [0]}
         kept = await self._store.add(wanted.stored(call.principal, **held), wanted.given)
-        run = BackgroundRun(self._store, self._lease_s, kept, wanted.events())
+        run = BackgroundRun(self._store, self._lease_s, kept, wanted.events(), names_of(wanted.body))
         run.turns = wanted.kept_turns
         run.tell(*run.events.begin())
         answer: ResponseAnswer = run.log[0]["response"]
@@ -204,7 +204,7 @@ class BackgroundRuns:
             await self._store.delete(kept)
             raise
         events = ResponseEvents(given["answer"], told=response.told)
-        run = BackgroundRun(self._store, self._lease_s, kept, events)
+        run = BackgroundRun(self._store, self._lease_s, kept, events, names_in(given["body"]))
         run.begun.set()
         try:
             if response.runs[-MOST_LOST_ROUTERS - 1 : -1] == [0] * MOST_LOST_ROUTERS:
@@ -213,7 +213,7 @@ class BackgroundRuns:
             wanted = await self._reader.read_again(response.response_id, given, call)
         except BatonError as error:
             given["answer"]["output"] = await self._store.done_items(response)
-            failure = failure_of(error, NAMES)
+            failure = failure_of(error, run.names)
             self._begin(run, partial(self._end, run, failure))
             return
         run.events = wanted.events(response.told)
@@ -283,7 +283,7 @@ class BackgroundRuns:
         try:
             await self._generate(run, wanted, call)
         except (NotFound, FailedPrecondition) as error:
-            await self._end(run, failure_of(error, NAMES), error)
+            await self._end(run, failure_of(error, run.names), error)
 
     async def _generate(self, run: BackgroundRun, spec: pb.GenerationSpec, call: Call) -> None:
         """Raises NotFound or FailedPrecondition where it cannot begin."""
@@ -304,9 +304,9 @@ class BackgroundRuns:
         except Unavailable as error:
             if self._stopping.is_set():
                 raise _Left from error
-            await self._end(run, failure_of(error, NAMES), error)
+            await self._end(run, failure_of(error, run.names), error)
         except BatonError as error:
-            await self._end(run, failure_of(error, NAMES), error)
+            await self._end(run, failure_of(error, run.names), error)
         except Exception:
             log.exception("a response in the background failed")
             await self._end(run, failure_of(router_failed()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -35,12 +36,15 @@ class Lost(Exception):
 class BackgroundRun:
     """A response that this router works on."""
 
-    def __init__(self, store: ResponseStore, lease_s: float, kept: KeptResponse, events: ResponseEvents) -> None:
-        """`lease_s`: for how long each write holds it."""
+    def __init__(
+        self, store: ResponseStore, lease_s: float, kept: KeptResponse, events: ResponseEvents, names: Mapping[str, str]
+    ) -> None:
+        """`lease_s`: for how long each write holds it. `names`: of its body's fields, as `failure_of` takes them."""
         self._store = store
         self._lease_s = lease_s
         self.kept = kept
         self.events = events
+        self.names = names
         self.log: list[Event] = []
         """All events of this run."""
         self.turns: list[TurnTokens] = []

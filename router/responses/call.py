@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cluster.errors import FieldViolation, NotServed
+from cluster.errors import FieldViolation, InvalidRequest, NotServed
 from cluster.pb import generation_pb2 as pb
 from router.api.call import INLINE_BYTES, LONGEST_NAME, MOST_MESSAGES, Call, Principal, TurnTokens, run_aside
 from router.api.violations import Violations, invalid
@@ -38,10 +38,9 @@ from router.responses.bodies import (
 from router.responses.custom_tools import parameters_of
 from router.responses.events import ResponseEvents, ResponsePosition
 from router.responses.items import (
-    CALLS,
-    OUTPUTS_OF_CALLS,
     Item,
     ItemReference,
+    cuts_of,
     is_reference,
     messages_of,
     name_in,
@@ -78,6 +77,14 @@ def names_of(body: ResponseBody) -> Mapping[str, str]:
         is_space = isinstance(tool, NamespaceTool)
         places += [f"{own}.tools[{each}]" if is_space else own for each in range(len(_functions(tool)))]
     return {**NAMES, **{f"tools[{index}].function": place for index, place in enumerate(places)}}
+
+
+def names_in(found: Mapping[str, Any]) -> Mapping[str, str]:
+    """The names of fields in what may be the body of a response, and need not be one."""
+    try:
+        return names_of(checked(found, ResponseBody))
+    except InvalidRequest:
+        return NAMES
 
 
 GetModel = Callable[[pb.GetModelRequest, Call], Coroutine[Any, Any, pb.GetModelResponse]]
@@ -241,7 +248,7 @@ class ResponseReader:
         first message of a user or an answer stays."""
         num_kept = next((n for n, item in enumerate(items) if item.get("role") not in ("system", "developer")), 0)
         head, rest = items[:num_kept], items[num_kept:]
-        cuts = [0, *_cuts(rest)]
+        cuts = [0, *cuts_of(rest)]
         if len(items) > MOST_MESSAGES:
             cuts = [cut for cut in cuts if num_kept + len(rest) - cut <= MOST_MESSAGES] or cuts[-1:]
         least = 1 if body.max_output_tokens is None else body.max_output_tokens
@@ -260,21 +267,6 @@ class ResponseReader:
                 else:
                     first = middle + 1
         return [*head, *rest[cuts[first] :]]
-
-
-def _cuts(items: Sequence[Item]) -> list[int]:
-    """Where a conversation may begin: at a message of a user if there is one, and never between a call and its
-    output."""
-    begun: dict[str, int] = {}
-    is_inside = [False] * (len(items) + 1)
-    for index, item in enumerate(items):
-        if item["type"] in CALLS:
-            begun[item["call_id"]] = index
-        elif item["type"] in OUTPUTS_OF_CALLS:
-            for inside in range(begun.get(item["call_id"], index) + 1, index + 1):
-                is_inside[inside] = True
-    free = [index for index in range(1, len(items)) if not is_inside[index]]
-    return [index for index in free if items[index].get("role") == "user"] or free
 
 
 def _check(body: ResponseBody) -> None:

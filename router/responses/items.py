@@ -288,3 +288,18 @@ def _add_to_turn(turn: dict[str, Any], item: Item) -> None:
             turn["reasoning_content"] = turn.get("reasoning_content", "") + text
     else:
         turn["content"] += "".join(part["text"] for part in item["content"])
+
+
+def cuts_of(items: Sequence[Item]) -> list[int]:
+    """Where a conversation may begin: at a message of a user if there is one, and never between a call and its
+    output."""
+    begun: dict[str, int] = {}
+    is_inside = [False] * (len(items) + 1)
+    for index, item in enumerate(items):
+        if item["type"] in CALLS:
+            begun[item["call_id"]] = index
+        elif item["type"] in OUTPUTS_OF_CALLS:
+            for inside in range(begun.get(item["call_id"], index) + 1, index + 1):
+                is_inside[inside] = True
+    free = [index for index in range(1, len(items)) if not is_inside[index]]
+    return [index for index in free if items[index].get("role") == "user"] or free

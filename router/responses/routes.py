@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive
 
-from cluster.errors import BatonError, FieldViolation, InvalidRequest, Unavailable
+from cluster.errors import BatonError, FieldViolation, Unavailable
 from cluster.pb import generation_pb2 as pb
 from cluster.state import StoreAway
 from router.api.call import Call, ClientStalled
@@ -137,14 +137,6 @@ class ResponseRoutes:
         wanted = await self._reader.read(body.model_copy(update={"store": bool(body.store)}), call, request_id)
         run_last(wanted.spec)
         return await self._whole(wanted, call)
-
-    @staticmethod
-    def names_of_line(found: dict[str, Any]) -> Mapping[str, str]:
-        """The names of fields in the body of a batch's line, also where that is none of a response."""
-        try:
-            return names_of(checked(found, ResponseBody))
-        except InvalidRequest:
-            return NAMES
 
     async def _whole(self, wanted: ResponseCall, call: Call, receive: Receive | None = None) -> ResponseAnswer:
         """Raises ClientDisconnect when `receive` says so."""

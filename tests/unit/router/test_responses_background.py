@@ -353,22 +353,26 @@ async def test_what_is_refused_at_once_is_refused_and_not_kept() -> None:
     assert await world.store._store.page("response", "", after=None, limit=9, is_ascending=True) == []
 
 
-async def test_what_fails_later_has_failed() -> None:
-    world = World()
-    generation = Generation(until=40)
-    runs, response_id = await world.begin(generation)
-    generation.failure = Unavailable("a worker was lost")
+@pytest.mark.parametrize("is_taken_over", [False, True])
+async def test_what_fails_later_has_failed_and_names_fields_as_the_body_has_them(is_taken_over: bool) -> None:
+    world, generation = World(), Generation(until=40)
+    tools = [{"type": "namespace", "name": "space", "tools": [{"type": "function", "name": name} for name in "ab"]}]
+    runs, response_id = await world.begin(generation, tools=tools)
     await world.read(runs, response_id, 0, 5)
+    if is_taken_over:
+        kill(runs)
+        runs = world.router(generation)[1]
+    generation.failure = Unavailable("spec.chat.tools[1].function.parameters: their worker was lost")
     generation.go_on.set()
     events = await world.read(runs, response_id)
     check(events)
     failed = events[-1]["response"]
-    assert (failed["status"], failed["error"]["code"]) == ("failed", "server_error")
-    assert failed["output"][0]["status"] == "incomplete"
-    reader, _ = world.router(generation)
+    what = {"code": "server_error", "message": "tools[0].tools[1].parameters: their worker was lost"}
+    assert (failed["status"], failed["error"]) == ("failed", what)
+    assert is_taken_over or failed["output"][0]["status"] == "incomplete"
     asked = ResponseBody.model_validate({"model": "m", "input": "hi", "previous_response_id": response_id})
     with pytest.raises(InvalidRequest, match="is failed"):
-        await reader.read(asked, Call(), "req")
+        await world.router(generation)[0].read(asked, Call(), "req")
 
 
 async def test_a_deleted_response_ends() -> None:

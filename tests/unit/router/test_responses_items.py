@@ -12,8 +12,7 @@ from pydantic import BaseModel
 
 from cluster.errors import InvalidRequest
 from router.responses.bodies import IGNORED, ResponseBody
-from router.responses.call import _cuts
-from router.responses.items import Item, encode_reasoning, is_reference, messages_of, read_items
+from router.responses.items import Item, cuts_of, encode_reasoning, is_reference, messages_of, read_items
 
 RESPONSE_ID = "resp_" + 24 * "0f"
 CALL: Item = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
@@ -121,8 +120,8 @@ def test_a_reference_is_an_item_without_a_content() -> None:
 
 def test_a_conversation_is_cut_at_users_and_never_between_a_call_and_its_output() -> None:
     user, said = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
-    assert _cuts(read(user, said, CALL, user, OUTPUT, user, said)) == [5]
-    assert _cuts(read(said, CALL, OUTPUT, said)) == [1, 3]
+    assert cuts_of(read(user, said, CALL, user, OUTPUT, user, said)) == [5]
+    assert cuts_of(read(said, CALL, OUTPUT, said)) == [1, 3]
 
 
 def test_the_docs_name_every_field_of_a_body() -> None:
