@@ -6,7 +6,6 @@ API requires is there, null where it has no value.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal, NotRequired, TypeAlias
 
 from typing_extensions import TypedDict  # pydantic does not take typing's before Python 3.12
@@ -29,6 +28,11 @@ class ReasoningText(TypedDict):
     text: str
 
 
+class SummaryText(TypedDict):
+    type: Literal["summary_text"]
+    text: str
+
+
 class MessageItem(TypedDict):
     id: str
     type: Literal["message"]
@@ -41,7 +45,8 @@ class ReasoningItem(TypedDict):
     id: str
     type: Literal["reasoning"]
     status: ItemStatus
-    summary: list[Any]
+    summary: list[SummaryText]
+    """The whole text, where the body asks for a summary."""
     content: list[ReasoningText]
     encrypted_content: NotRequired[str]
     """The text again, encoded, where `include` asks for it."""
@@ -113,7 +118,7 @@ class ResponseAnswer(TypedDict):
     parallel_tool_calls: bool
     previous_response_id: str | None
     prompt_cache_key: str | None
-    reasoning: dict[str, Any] | None
+    reasoning: dict[str, Any]
     safety_identifier: str | None
     service_tier: Literal["default"]
     store: bool
@@ -215,6 +220,24 @@ class ReasoningDone(_PieceEvent):
     text: str
 
 
+class SummaryPartEvent(_PieceEvent):
+    type: Literal["response.reasoning_summary_part.added", "response.reasoning_summary_part.done"]
+    summary_index: Count
+    part: SummaryText
+
+
+class SummaryDelta(_PieceEvent):
+    type: Literal["response.reasoning_summary_text.delta"]
+    summary_index: Count
+    delta: str
+
+
+class SummaryDone(_PieceEvent):
+    type: Literal["response.reasoning_summary_text.done"]
+    summary_index: Count
+    text: str
+
+
 class ArgumentsDelta(_PieceEvent):
     type: Literal["response.function_call_arguments.delta"]
     delta: str
@@ -240,17 +263,6 @@ Event = dict[str, Any]
 """One that is made: a StreamedEvent."""
 
 
-@dataclass(frozen=True)
-class ToldEvents:
-    """How far the events of a response went."""
-
-    num_events: int = 0
-    position: int = 0
-    """Characters that were read, each begin and each end of a call counted as one."""
-    num_here: int = 0
-    """Events that were told at that place, beside pieces of text."""
-
-
 StreamedEvent: TypeAlias = (
     ResponseEvent
     | ItemEvent
@@ -259,6 +271,9 @@ StreamedEvent: TypeAlias = (
     | TextDone
     | ReasoningDelta
     | ReasoningDone
+    | SummaryPartEvent
+    | SummaryDelta
+    | SummaryDone
     | ArgumentsDelta
     | ArgumentsDone
     | CustomInputDelta

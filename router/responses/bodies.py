@@ -138,10 +138,16 @@ class ChosenFunctions(Body):
 
 class ReasoningOptions(Body):
     effort: Effort | None = None
-    summary: Any = None
-    """Without effect, as are those below: thinking is told whole, and no summary is made of it."""
-    generate_summary: Any = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    """Each tells the reasoning whole: no shorter one is made."""
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    """Its old name."""
     context: Any = None
+    """Without effect."""
+
+    @property
+    def is_summarized(self) -> bool:
+        return (self.summary or self.generate_summary) is not None
 
 
 class TextFormat(Body):

@@ -22,7 +22,7 @@ from router.openai.completions import Form
 from router.openai.errors import RESUME_NAMES
 from router.openai.http import checked
 from router.openai.logprobs import TokenBytes, chat_logprobs
-from router.responses.answers import ResponseAnswer, ToldEvents
+from router.responses.answers import ResponseAnswer
 from router.responses.bodies import (
     AS_IN_CHATS,
     LONGEST_KEY,
@@ -31,12 +31,13 @@ from router.responses.bodies import (
     CustomTool,
     FunctionTool,
     NamespaceTool,
+    ReasoningOptions,
     ResponseBody,
     Tool,
     WebSearchTool,
 )
 from router.responses.custom_tools import parameters_of
-from router.responses.events import ResponseEvents, ResponsePosition
+from router.responses.events import ResponseEvents
 from router.responses.items import (
     Item,
     ItemReference,
@@ -46,6 +47,7 @@ from router.responses.items import (
     name_in,
     read_items,
 )
+from router.responses.position import ResponsePosition, ToldEvents
 from router.responses.store import (
     NO_CONVERSATION,
     KeptConversation,
@@ -355,7 +357,7 @@ def _answer_head(body: ResponseBody, response_id: str, model: pb.Model, *, is_st
     text = {} if body.text is None else body.text.model_dump(by_alias=True, exclude_none=True)
     tools = [_told_tool(tool) for tool in body.tools or () if not isinstance(tool, WebSearchTool)]
     choice = body.tool_choice or "auto"
-    effort = None if body.reasoning is None else body.reasoning.effort
+    reasoning = body.reasoning or ReasoningOptions()
     return {
         "id": response_id,
         "object": "response",
@@ -373,7 +375,7 @@ def _answer_head(body: ResponseBody, response_id: str, model: pb.Model, *, is_st
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
-        "reasoning": {"effort": effort, "summary": None},
+        "reasoning": {"effort": reasoning.effort, "summary": "detailed" if reasoning.is_summarized else None},
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": is_stored,

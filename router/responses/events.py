@@ -16,12 +16,9 @@ is cut now.
 
 from __future__ import annotations
 
-import re
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from hashlib import sha256
 from typing import Any, Literal, cast
 
 from cluster.pb import generation_pb2 as pb
@@ -43,47 +40,15 @@ from router.responses.answers import (
     ResponseFailure,
     ResponseStatus,
     ResponseUsage,
-    ToldEvents,
+    SummaryText,
 )
 from router.responses.custom_tools import InputReader
-from router.responses.items import RESPONSE, encode_reasoning, item_id, name_in
+from router.responses.items import encode_reasoning, item_id, name_in
+from router.responses.position import ToldEvents
 
 Kind = Literal["message", "reasoning", "function_call", "custom_tool_call"]
 _AT_BEGIN = ("response.created", "response.queued", "response.in_progress")
-_POSITION = re.compile(r"(gen-[0-9a-f]{24})\.([0-9a-f]{48})\.(\d{1,12})\.(\d{1,9})\.(\d{1,9})\.(\d{1,9})", re.ASCII)
 NameTokens = Callable[[Sequence[pb.TokenLogprob]], list[ChatToken]]
-
-
-@dataclass(frozen=True)
-class ResponsePosition:
-    """How far a client has come with the stream of a response that it waits for: what the id of an event says."""
-
-    secret: str
-    """The response's id is its digest, so that who names a response as theirs has begun it."""
-    created_at: int
-    generation_id: str = ""
-    """Empty: it has not begun."""
-    told: ToldEvents = field(default_factory=ToldEvents)
-
-    @property
-    def response_id(self) -> str:
-        return RESPONSE + sha256(self.secret.encode()).hexdigest()[:48]
-
-    def __str__(self) -> str:
-        told = self.told
-        return f"{self.generation_id}.{self.secret}.{self.created_at}.{told.num_events}.{told.position}.{told.num_here}"
-
-    @classmethod
-    def new(cls) -> ResponsePosition:
-        return cls(secrets.token_hex(24), int(time.time()))
-
-    @classmethod
-    def parse(cls, text: str) -> ResponsePosition | None:
-        """None for what is no such id."""
-        found = _POSITION.fullmatch(text)
-        if found is None:
-            return None
-        return cls(found[2], int(found[3]), found[1], ToldEvents(*map(int, found.groups()[3:])))
 
 
 @dataclass
@@ -113,7 +78,11 @@ class _OpenItem:
             return {"type": "reasoning_text", "text": self.text}
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": list(self.logprobs)}
 
-    def item(self, status: ItemStatus, *, is_encoded: bool = False) -> OutputItem:
+    @property
+    def summary(self) -> SummaryText:
+        return {"type": "summary_text", "text": self.text}
+
+    def item(self, status: ItemStatus, *, is_encoded: bool = False, is_summarized: bool = False) -> OutputItem:
         has_content = status != "in_progress"
         if self.kind == "function_call":
             call: CallItem = {
@@ -152,7 +121,7 @@ class _OpenItem:
             "id": self.item_id,
             "type": "reasoning",
             "status": status,
-            "summary": [],
+            "summary": [self.summary] if has_content and is_summarized else [],
             "content": [cast("ReasoningText", self.part)] if has_content else [],
         }
         if is_encoded and has_content:
@@ -179,6 +148,7 @@ class ResponseEvents:
         named += [(space["name"], tool) for space in answer["tools"] for tool in space.get("tools", ())]
         self._tools = {name_in(space, tool["name"]): (space, tool["name"], tool["type"]) for space, tool in named}
         """By the name that the model knows: the namespace or nothing, the name there, and its type."""
+        self._is_summarized = answer["reasoning"]["summary"] is not None
         self._told = told or ToldEvents()
         self._num_events = self._told.num_events
         self._position = self._num_here = 0
@@ -233,7 +203,7 @@ class ResponseEvents:
         """The response ends here, by a failure."""
         answer, item = self.answer, self._open
         if item is not None and not item.is_call:
-            answer["output"].append(item.item("incomplete"))
+            answer["output"].append(item.item("incomplete", is_summarized=self._is_summarized))
         code: Any = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(failure.status, "server_error")
         answer["error"] = cast("ResponseFailure", {"code": code, "message": failure.body["error"]["message"]})
         if "timing" in failure.body:
@@ -274,7 +244,7 @@ class ResponseEvents:
         if new and kind == "message":
             self._piece(item, "response.output_text.delta", delta=new, logprobs=logprobs, content_index=0)
         elif new:
-            self._piece(item, "response.reasoning_text.delta", delta=new, content_index=0)
+            self._tell_thought(item, "delta", delta=new)
 
     def _read_call(self, piece: pb.ToolCallDelta) -> None:
         most = self.answer["max_tool_calls"]
@@ -312,8 +282,7 @@ class ResponseEvents:
             item.input = InputReader() if kind == "custom_tool_call" else None
             item.namespace, item.name, _ = self._tools.get(call.name, ("", call.name, ""))
         self._tell("response.output_item.added", output_index=index, item=item.item("in_progress"))
-        if not item.is_call:
-            self._piece(item, "response.content_part.added", content_index=0, part=item.part)
+        self._tell_part(item, "added")
 
     def _close(self, status: ItemStatus) -> None:
         """The open item, if there is one, is done."""
@@ -325,14 +294,13 @@ class ResponseEvents:
                 logprobs = list(item.logprobs)
                 self._piece(item, "response.output_text.done", content_index=0, text=item.text, logprobs=logprobs)
             case "reasoning":
-                self._piece(item, "response.reasoning_text.done", content_index=0, text=item.text)
+                self._tell_thought(item, "done", text=item.text)
             case "function_call":
                 self._piece(item, "response.function_call_arguments.done", name=item.name, arguments=item.text)
             case "custom_tool_call":
                 self._piece(item, "response.custom_tool_call_input.done", input=item.text)
-        if not item.is_call:
-            self._piece(item, "response.content_part.done", content_index=0, part=item.part)
-        done = item.item(status, is_encoded=self._encodes_reasoning)
+        self._tell_part(item, "done")
+        done = item.item(status, is_encoded=self._encodes_reasoning, is_summarized=self._is_summarized)
         self.answer["output"].append(done)
         self._tell("response.output_item.done", output_index=item.index, item=done)
 
@@ -367,6 +335,19 @@ class ResponseEvents:
     def _tell_response(self, kind: str, status: ResponseStatus) -> None:
         self.answer["status"] = status
         self._tell(kind, response={**self.answer, "output": list(self.answer["output"])})
+
+    def _tell_part(self, item: _OpenItem, what: Literal["added", "done"]) -> None:
+        """The part of an item that is no call begins or ends: reasoning is told as its summary where one is wanted."""
+        if item.kind == "reasoning" and self._is_summarized:
+            self._piece(item, f"response.reasoning_summary_part.{what}", summary_index=0, part=item.summary)
+        elif not item.is_call:
+            self._piece(item, f"response.content_part.{what}", content_index=0, part=item.part)
+
+    def _tell_thought(self, item: _OpenItem, what: Literal["delta", "done"], **text: str) -> None:
+        if self._is_summarized:
+            self._piece(item, f"response.reasoning_summary_text.{what}", summary_index=0, **text)
+        else:
+            self._piece(item, f"response.reasoning_text.{what}", content_index=0, **text)
 
     def _piece(self, item: _OpenItem, kind: str, **fields: Any) -> None:
         self._tell(kind, item_id=item.item_id, output_index=item.index, **fields)

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 from router.api.violations import Violations, shortened
 from router.responses.custom_tools import arguments_of
+from router.responses.position import RESPONSE
 
 Item = dict[str, Any]
 
-RESPONSE = "resp_"
 _PREFIXES = {
     "message": "msg",
     "function_call": "fc",

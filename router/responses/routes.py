@@ -40,11 +40,11 @@ from router.openai.http import (
     log,
     parse,
 )
-from router.responses.answers import DeletedResponse, Event, ItemPage, ResponseAnswer, StreamedEvent, ToldEvents
+from router.responses.answers import DeletedResponse, Event, ItemPage, ResponseAnswer, StreamedEvent
 from router.responses.background import BackgroundRuns
 from router.responses.bodies import ItemsQuery, ResponseBody, ResponseQuery
 from router.responses.call import NAMES, ResponseCall, ResponseReader, names_of
-from router.responses.events import ResponsePosition
+from router.responses.position import ResponsePosition, ToldEvents
 from router.responses.store import KeptResponse, ResponseStore
 
 _RETRY_AFTER_S = 1.0

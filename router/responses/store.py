@@ -30,8 +30,9 @@ from router.api.call import TurnTokens
 from router.api.violations import invalid, shortened
 from router.batches.store import KEPT_S, BatchStore, JsonRecord, StoredRecord, TenantLimits
 from router.openai.errors import HttpFailure
-from router.responses.answers import Event, ResponseAnswer, ResponseStatus, ToldEvents
-from router.responses.items import RESPONSE, Item, ItemReference
+from router.responses.answers import Event, ResponseAnswer, ResponseStatus
+from router.responses.items import Item, ItemReference
+from router.responses.position import RESPONSE, ToldEvents
 
 MOST_KEPT, MOST_KEPT_BYTES = 10_000, 2**30
 """Responses of one tenant, and their compressed bytes."""

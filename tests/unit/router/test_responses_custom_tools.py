@@ -17,9 +17,10 @@ from router_harness import ids
 from test_responses_api import TEMPLATE, WEATHER, body, checked, events_of
 from test_responses_events import call, cut, head, run, stream
 
-from router.responses.answers import Event, ToldEvents
+from router.responses.answers import Event
 from router.responses.custom_tools import InputReader, arguments_of
 from router.responses.events import ResponseEvents
+from router.responses.position import ToldEvents
 
 PATH = "/v1/responses"
 PATCH: dict[str, Any] = {"type": "custom", "name": "apply_patch", "description": "Changes files."}

@@ -13,11 +13,12 @@ from pydantic import TypeAdapter
 
 from cluster.pb import generation_pb2 as pb
 from router.openai.errors import HttpFailure
-from router.responses.answers import Event, ToldEvents
+from router.responses.answers import Event
 from router.responses.bodies import ResponseBody
 from router.responses.call import _answer_head
 from router.responses.events import ResponseEvents
 from router.responses.items import ItemReference
+from router.responses.position import ToldEvents
 
 RESPONSE_ID = "resp_" + 24 * "ab"
 MODEL = pb.Model(name="m", default_sampling=pb.SamplingParams(temperature=0.7, top_p=1.0))
@@ -127,6 +128,22 @@ def test_items_follow_one_another_as_the_vendors_do() -> None:
     assert [ItemReference.parse(each) for each in ids] == [ItemReference(RESPONSE_ID, number) for number in range(4)]
 
 
+@pytest.mark.parametrize("field", ["summary", "generate_summary"])
+def test_a_summary_is_the_whole_reasoning(field: str) -> None:
+    events = run(ResponseEvents(head(reasoning={field: "auto"}), encodes_reasoning=True), stream(ANSWER))
+    plain = run(ResponseEvents(head()), stream(ANSWER))
+    kinds = ("reasoning_summary_part.added", *2 * ("reasoning_summary_text.delta",), "reasoning_summary_text.done")
+    told = [*kinds, "reasoning_summary_part.done", "output_item.done"]
+    assert [event["type"].removeprefix("response.") for event in events[3:9]] == told
+    assert joined(events) == joined(plain) and len(events) == len(plain)
+    answer = events[-1]["response"]
+    Response.model_validate_json(json.dumps(answer), strict=True)
+    item = answer["output"][0]
+    assert answer["reasoning"]["summary"] == "detailed" and item["encrypted_content"]
+    assert item["summary"] == [{"type": "summary_text", "text": "I think so. "}]
+    assert item["content"] == plain[-1]["response"]["output"][0]["content"]
+
+
 def test_a_call_that_is_cut_off_is_no_call_of_the_response() -> None:
     events = run(ResponseEvents(head()), stream([text("So."), *ANSWER[4:6]], pb.FINISH_REASON_LENGTH))
     kinds = [event["type"] for event in events]
@@ -183,11 +200,12 @@ def test_a_stream_goes_on_behind_every_event_as_if_it_had_not_broken() -> None:
     for seed in range(5):
         chance = random.Random(seed)
         messages = stream(cut(ANSWER, chance))
-        first, marked = ResponseEvents(head()), list[tuple[Event, ToldEvents]]()
+        asked: Any = {"reasoning": {"summary": "auto"}} if seed % 2 else {}
+        first, marked = ResponseEvents(head(**asked)), list[tuple[Event, ToldEvents]]()
         for message in messages:
             marked += zip(first.of(message), first.marks, strict=True)
         for count, (_, mark) in enumerate(marked, start=1):
-            rest = run(ResponseEvents(head(), told=mark), stream(cut(ANSWER, chance)))
+            rest = run(ResponseEvents(head(**asked), told=mark), stream(cut(ANSWER, chance)))
             events = [*(event for event, _ in marked[:count]), *rest]
             assert [event["sequence_number"] for event in events] == list(range(len(events)))
             assert joined(events) == joined([event for event, _ in marked])
