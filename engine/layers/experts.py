@@ -320,7 +320,11 @@ def _native(held: Mapping[int, Expert], config: ExpertsConfig, loader: Loader) -
     experts = held.values()
     for linears in ([expert.gate_up for expert in experts], [expert.down for expert in experts]):
         tiles = [native_tiles(linear.matrix) for linear in linears]
-        if None in tiles or len({(tile.kind, tile.group) for tile in tiles if tile is not None}) > 1:
+        if not all(
+            tile is not None and tile.order is None for tile in tiles
+        ):  # tokens are rounded for all experts alike
+            return None
+        if len({(tile.kind, tile.group) for tile in tiles if tile is not None}) > 1:
             return None
         sides.append(
             (NativeMatrix * len(tiles))(

@@ -105,7 +105,7 @@ void add_and_normalise(const Model& m, const Room& r, bfloat16* add, const bfloa
     bfloat16* added = add ? add + t * m.hidden : nullptr;
     if (added && output_norm) normalise<bfloat16>(added, nullptr, output_norm, added, m.hidden, m.eps);
     normalise<bfloat16>(&r.residual[t * m.hidden], added, norm, to, m.hidden, m.eps);
-    if (w.rounds()) round_token(to, m.hidden, t, w.inputs, rows);
+    if (w.rounds()) round_token(to, w, t, rows);
   }
 }
 
@@ -121,7 +121,7 @@ void embed(const Model& m, int32_t token, bfloat16* to) {
 void round_all(const Room& r, const bfloat16* plain, const Weight& w, int64_t tokens) {
   if (!w.rounds()) return;
 #pragma omp for schedule(static)
-  for (int64_t t = 0; t < tokens; ++t) round_token(plain + t * w.width, w.width, t, w.inputs, r.rows(nullptr));
+  for (int64_t t = 0; t < tokens; ++t) round_token(plain + t * w.width, w, t, r.rows(nullptr));
 }
 
 template <typename P>
@@ -153,7 +153,7 @@ void gate_all(const Gate& gating, const Weight& down, const Room& r, int64_t tok
   for (int64_t t = 0; t < tokens; ++t) {
     bfloat16* to = &r.gated[t * down.width];
     gate(gating, &r.gate_up[2 * t * down.width], to, down.width);
-    if (down.rounds()) round_token(to, down.width, t, down.inputs, r.rows(nullptr));
+    if (down.rounds()) round_token(to, down, t, r.rows(nullptr));
   }
 }
 

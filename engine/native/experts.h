@@ -152,7 +152,7 @@ inline void run_experts(const Experts& e, ExpertsRoom& r, const bfloat16* x, con
 #pragma omp for schedule(static)
   for (int64_t c = 0; c < placed; ++c) {
     std::memcpy(&r.gathered[c * hidden], x + r.token[c] * hidden, hidden * sizeof(bfloat16));
-    if (first.rounds()) round_token(&r.gathered[c * hidden], hidden, c, first.inputs, r.rows(nullptr));
+    if (first.rounds()) round_token(&r.gathered[c * hidden], first, c, r.rows(nullptr));
   }
   const int64_t parts = r.gate_up_parts.size();
   multiply(r.gate_up_parts.data(), parts, r.rows(r.gathered.get()), r.gate_up.get(), taken[0]);
@@ -160,7 +160,7 @@ inline void run_experts(const Experts& e, ExpertsRoom& r, const bfloat16* x, con
   for (int64_t c = 0; c < placed; ++c) {
     bfloat16* to = &r.gated[c * width];
     gate(e.gating, &r.gate_up[2 * c * width], to, width);
-    if (second.rounds()) round_token(to, width, c, second.inputs, r.rows(nullptr));
+    if (second.rounds()) round_token(to, second, c, r.rows(nullptr));
   }
   multiply(r.down_parts.data(), parts, r.rows(r.gated.get()), r.added.get(), taken[1]);
 }

@@ -20,7 +20,7 @@ void linear(const bfloat16* x, const Weight& w, const bfloat16* bias, Out* out, 
   {
     if (w.rounds()) {
 #pragma omp for schedule(static)
-      for (int64_t t = 0; t < tokens; ++t) round_token(x + t * w.width, w.width, t, w.inputs, rows);
+      for (int64_t t = 0; t < tokens; ++t) round_token(x + t * w.width, w, t, rows);
     }
     multiply(&part, 1, rows, out, taken);
   }

@@ -35,6 +35,7 @@ struct Weight {
   int64_t format, group;
   int64_t width;            // inputs of a token
   int64_t inputs, outputs;  // inputs: as many as the weight is padded to; outputs: as many as are wanted
+  const int64_t* order;     // of a weight that rounds, or null: [width], the input of a token that each input is
 
   bool rounds() const { return format != kBf16; }
   bool has_bytes() const { return format == kInt8 || format == kInt8Groups; }
@@ -55,14 +56,19 @@ struct Rows {
   float* scales;          // [T, I / 128]
 };
 
-void round_token(const bfloat16* x, int64_t width, int64_t t, int64_t inputs, const Rows& to) {
-  int8_t* data = to.data + t * inputs;
-  int32_t* sums = to.sums + t * (inputs / kGroup);
-  float* scales = to.scales + t * (inputs / kSpan);
-  for (int64_t start = 0; start < inputs; start += kSpan, data += kSpan) {
-    const int64_t count = std::min(kSpan, width - start);
+// Rounds token `t`, x [width], for a product with `w`.
+void round_token(const bfloat16* x, const Weight& w, int64_t t, const Rows& to) {
+  int8_t* data = to.data + t * w.inputs;
+  int32_t* sums = to.sums + t * (w.inputs / kGroup);
+  float* scales = to.scales + t * (w.inputs / kSpan);
+  for (int64_t start = 0; start < w.inputs; start += kSpan, data += kSpan) {
+    const int64_t count = std::min(kSpan, w.width - start);
     float values[kSpan] = {};
-    widen(x + start, values, count);
+    if (w.order) {
+      for (int64_t i = 0; i < count; ++i) values[i] = to_float(x[w.order[start + i]]);
+    } else {
+      widen(x + start, values, count);
+    }
     float most = 1e-30f;
 #pragma omp simd reduction(max : most)
     for (int64_t i = 0; i < kSpan; ++i) most = std::max(most, std::fabs(values[i]));

@@ -43,13 +43,15 @@ class Weight(ctypes.Structure):
         ("width", ctypes.c_int64),
         ("inputs", ctypes.c_int64),
         ("outputs", ctypes.c_int64),
+        ("order", ctypes.c_void_p),
     )
 
 
 @dataclass(frozen=True)
 class Tiles:
     """`kind` is one of BF16, INT8, INT4, INT4_ZEROS, INT8_GROUPS, MXFP4; `group`: inputs that share a scale, where they
-    do."""
+    do. `order`, int64 [I], of kinds that round tokens: which input of a token each input is; None: the natural order.
+    """
 
     data: Tensor
     scales: Tensor | None
@@ -57,10 +59,11 @@ class Tiles:
     group: int
     num_outputs: int
     num_inputs: int
+    order: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
+        return sum(tensor.nbytes for tensor in (self.data, self.scales, self.order) if tensor is not None)
 
     @cached_property
     def weight(self) -> Weight:
@@ -73,6 +76,7 @@ class Tiles:
             width=self.num_inputs,
             inputs=self.num_inputs if self.kind == BF16 else -(-self.num_inputs // SPAN) * SPAN,
             outputs=self.num_outputs,
+            order=None if self.order is None else self.order.data_ptr(),
         )
 
 

@@ -10,7 +10,7 @@ Legend: O outputs, I inputs, G groups of inputs, T rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -105,7 +105,7 @@ def make_quantized(weight: Quantized, kernels: Kernels | None, order: Tensor | N
     if isinstance(kernels, TritonProducts):
         return TritonMatrix(kernels, weight.data, weight.scales, _IN_TRITON[weight.kind], weight.group, order)
     if kernels is not None and kernels.has_products:
-        return TiledMatrix(_tile(weight), kernels, order)
+        return TiledMatrix(replace(_tile(weight), order=order), kernels)
     check_fixed(kernels, "int8 or int4")
     return QuantizedMatrix(weight, order)
 

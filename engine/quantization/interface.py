@@ -116,27 +116,23 @@ class TiledMatrix:
     """bfloat16, int8 or int4 by Baton's own kernel. In fewer bits integers are multiplied: each row of x is rounded to
     8 bits, with a scale for every `engine.native.structures.SPAN` inputs."""
 
-    def __init__(self, tiles: Tiles, kernels: Native, order: Tensor | None = None) -> None:
-        """`order`, int64 [I]: the input of x that each input of the weight is; None: the natural order."""
+    def __init__(self, tiles: Tiles, kernels: Native) -> None:
         self.tiles = tiles
-        self.order = order
         self._kernels = kernels
-        self.nbytes = tiles.nbytes + (0 if order is None else order.nbytes)
+        self.nbytes = tiles.nbytes
 
     def __call__(self, x: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         dtype = dtype or x.dtype
-        if self.order is not None:
-            x = x.index_select(1, self.order)
         bias = None if bias is None else bias.to(torch.bfloat16)
         return self._kernels.linear(x.to(torch.bfloat16), self.tiles, bias, dtype)
 
     def renew(self, give: Give) -> None:
-        renew(give, self.tiles.data, self.tiles.scales, self.order)
+        renew(give, self.tiles.data, self.tiles.scales, self.tiles.order)
 
 
 def native_tiles(matrix: Matrix) -> Tiles | None:
-    """Returns what Baton's kernels for the CPU multiply with, if that is all that the matrix does."""
-    return matrix.tiles if isinstance(matrix, TiledMatrix) and matrix.order is None else None
+    """Returns what Baton's kernels for the CPU multiply with, if that is what the matrix does."""
+    return matrix.tiles if isinstance(matrix, TiledMatrix) else None
 
 
 class TritonMatrix:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkpoints import KINDS, VOCAB_SIZE, make_checkpoint
 from engine_steps import make_runner, on_each_rank, step_of
+from packed_checkpoints import Format, make_packed
 
 from engine.model_runner import ModelRunner
 from engine.models.config import ModelConfig
@@ -120,6 +121,17 @@ def test_layers_with_a_window_and_those_without_have_blocks_of_their_own(
         wrong[place] = whole.kv.shape[2] * 16
         with pytest.raises(IndexError, match="there are"):
             whole.forward(replace(step, **{array: wrong}))
+
+
+def test_inputs_in_an_order_of_their_own_are_taken_in_the_same_call(tmp_path: Path) -> None:
+    """As a GPTQ of `desc_act` has them, each product another one."""
+    folder, _ = make_packed(Format("gptq", 32, is_shuffled=True), tmp_path)
+    whole, parts = (prepared(folder) for _ in range(2))
+    assert whole.decode_reason == "decode steps are one call"
+    for count in (1, 7):
+        step = decode_step(LENGTHS[:count], seed=count)
+        assert torch.equal(whole.forward(step), layer_by_layer(parts, step)), count
+        assert torch.equal(whole.kv, parts.kv)
 
 
 def test_a_step_that_came_as_bytes_gives_the_same(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from statistics import fmean
@@ -173,17 +174,18 @@ def test_tiles_are_renewed_where_native_kernels_read_them(form: str) -> None:
     def tiled() -> TiledMatrix:
         weight = torch.randn((70, 64), generator=random).bfloat16()
         tiles = plain._tile(weight) if form == "bfloat16" else integers._tile(integers.quantize(weight, form))
-        return TiledMatrix(tiles, cast(Native, None), order=torch.randperm(64, generator=random))
+        return TiledMatrix(replace(tiles, order=torch.randperm(64, generator=random)), cast(Native, None))
 
     one, other = tiled(), tiled()
     given: list[torch.Tensor] = []
     other.renew(lambda tensor: given.append(tensor) or tensor)  # type: ignore[func-returns-value]
-    read = one.tiles.weight.data, one.tiles.weight.scales
+    read = one.tiles.weight.data, one.tiles.weight.scales, one.tiles.weight.order
     parts = iter(given)
     one.renew(lambda tensor: next(parts).clone())
-    assert torch.equal(one.tiles.data, other.tiles.data) and torch.equal(cast(torch.Tensor, one.order), other.order)
-    assert one.tiles.scales is None or torch.equal(one.tiles.scales, cast(torch.Tensor, other.tiles.scales))
-    assert read == (one.tiles.data.data_ptr(), None if one.tiles.scales is None else one.tiles.scales.data_ptr())
+    tensors = [(tiles.data, tiles.scales, tiles.order) for tiles in (one.tiles, other.tiles)]
+    for mine, theirs in zip(*tensors, strict=True):
+        assert mine is None or torch.equal(mine, cast(torch.Tensor, theirs))
+    assert read == tuple(None if mine is None else mine.data_ptr() for mine in tensors[0])
 
 
 def test_native_kernels_are_told_where_an_expert_is() -> None:

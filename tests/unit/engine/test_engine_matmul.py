@@ -148,6 +148,8 @@ def test_in_kept_codes(num_rows: int, group: int, uses_kernels: bool, is_shuffle
     tolerance = 0.015 * exact.abs().max().item() if num_rows and uses_kernels else 0.02
     torch.testing.assert_close(matrix(x).double(), exact, atol=tolerance, rtol=0.01)
     torch.testing.assert_close(matrix(x, bias).double(), exact + bias.double(), atol=tolerance, rtol=0.01)
+    natural = make_quantized(weight, KERNELS if uses_kernels else None)
+    assert torch.equal(matrix(x), natural(of_weight.contiguous()))
     num_outputs = 192 if uses_kernels else 130
     assert matrix.nbytes == num_outputs * (384 // 2 + 384 // group * 4) + (384 * 8 if is_shuffled else 0)
 
