@@ -34,6 +34,7 @@ CLEARLY = 1.5
 CALM_S = 2.0
 """An overload is over this long after the last refusal."""
 _MEMORY = 0.95
+_MOST_EXCESS = 100.0
 
 
 class Mean:
@@ -220,8 +221,12 @@ class Overload:
 
     @property
     def excess(self) -> float:
-        """Arrivals over ends in tokens, at least 1."""
+        """Arrivals over ends in tokens, from 1 to 100.
+
+        One more has ended, of the mean size of what arrived: a first arrival before any end says nothing of rates.
+        """
         standing = self._standing
-        if standing is None or standing.arrived <= standing.ended:
+        if standing is None or not standing.arrived:
             return 1.0
-        return standing.arrived / max(standing.ended, standing.arrived / 100)
+        ended = standing.ended + standing.arrived / standing.num_arrivals
+        return min(_MOST_EXCESS, max(1.0, standing.arrived / ended))

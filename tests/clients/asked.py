@@ -89,9 +89,13 @@ def told_error(error: Exception) -> Told:
 
 
 def answer_asked(*named: Step) -> None:
-    """Until nothing more is asked; `async_chat` is the step `async chat`. What a client prints goes to stderr."""
+    """Until nothing more is asked; `async_chat` is the step `async chat`. What a client prints goes to stderr.
+
+    An empty answer before all others says that it is ready, as a large library takes seconds to import.
+    """
     steps = {step.__name__.replace("_", " "): step for step in named}
     answers, sys.stdout = sys.stdout, sys.stderr
+    print("{}", file=answers, flush=True)
     with asyncio.Runner() as runner:  # one loop for all: clients keep their connections
         for line in sys.stdin:
             asked = json.loads(line)

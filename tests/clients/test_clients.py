@@ -47,17 +47,23 @@ class Client:
         self._model = model
         command = [python, str(HERE / f"{name}_client.py")]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._told() == {}, "the client says first that it is ready"
 
     def ask(self, step: str, http_address: str) -> dict[str, Any]:
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None and stdout is not None
+        stdin = self._process.stdin
+        assert stdin is not None
         asked = {"step": step, "base_url": f"http://{http_address}/v1", "model": self._model}
         stdin.write(json.dumps(asked) + "\n")
         stdin.flush()
-        line = stdout.readline()
+        told = self._told()
+        assert "failed" not in told, told["failed"]
+        return told
+
+    def _told(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
         assert line, f"the client ended: {self._process.wait(WAIT_S)}"
         told: dict[str, Any] = json.loads(line)
-        assert "failed" not in told, told["failed"]
         return told
 
     def close(self) -> None:
