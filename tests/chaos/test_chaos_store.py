@@ -20,7 +20,7 @@ from cluster.errors import Corrupted
 from kv_transfer import block_store
 from kv_transfer.block_store import StoreObjects
 
-NUM_FLIPS, FLIPS_AT_ONCE, IN_ONE_FILE = 10_000, 200, 5
+FLIPS_AT_ONCE, IN_ONE_FILE = 200, 5
 OBJECTS = 120
 STORE_BYTES = 1000 * (BLOCK_BYTES + 4096)
 ROUNDS = 4
@@ -71,13 +71,16 @@ def store_of(folder: Path, shape: Shape) -> StoreObjects:
     return pool._copies.store
 
 
-def test_ten_thousand_flipped_bits_and_a_store_that_is_cut_off_full_or_gone_make_no_block_wrong(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_flips", [5400, pytest.param(10_000, marks=pytest.mark.battery)])
+def test_flipped_bits_and_a_store_that_is_cut_off_full_or_gone_make_no_block_wrong(
+    num_flips: int, tmp_path: Path
+) -> None:
     draw, folder, shape = random.Random(7), tmp_path / "kv", Shape(head_dim=64)
     limit = OBJECTS * (shape.block_bytes + 4096)
     prompts = [prompt_of(78_000 + number, 16 * 8 + 3) for number in range(24)]
     pools = [TieredPool(shape, 20, 20, 0, tmp_path / "none", (folder, limit)) for _ in range(2)]
     errors, fetched, found, damaged = list[str](), 0, 0, 0
-    for number in range(NUM_FLIPS // FLIPS_AT_ONCE):
+    for number in range(num_flips // FLIPS_AT_ONCE):
         if number % 25 == 18:
             folder.rename(tmp_path / "gone")
         for at, prompt in enumerate(draw.sample(prompts, 6)):
@@ -111,9 +114,10 @@ def test_ten_thousand_flipped_bits_and_a_store_that_is_cut_off_full_or_gone_make
         text: sum(text in error for error in errors)
         for text in ("damaged", "No such file", "File too large", "no room")
     }
-    print(f"{NUM_FLIPS} bits: {said}, {fetched} blocks fetched, {found} tokens found, {damaged} damaged of each")
+    print(f"{num_flips} bits: {said}, {fetched} blocks fetched, {found} tokens found, {damaged} damaged of each")
     assert [pool.wrong for pool in pools] == [0, 0] and damaged > 20
-    assert said["damaged"] > 50 and said["No such file"] and said["File too large"] and fetched > 100 and found
+    assert said["damaged"] > 50 and said["No such file"] and said["File too large"] and found
+    assert fetched > num_flips / 100
     for pool in pools:
         assert pool.blocks.num_free + pool.blocks.num_cached == pool.blocks.num_total
     assert not [file for file in objects_of(folder) if file.suffix == ".part"]

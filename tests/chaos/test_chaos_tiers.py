@@ -18,7 +18,7 @@ from small_disks import SmallDisks, missing
 
 from benchmarks.tier_pool import Shape, TieredPool
 
-NUM_FLIPS, FLIPS_AT_ONCE, SAMPLED_FLIPS = 10_000, 40, 2000
+FLIPS_AT_ONCE, SAMPLED_FLIPS = 40, 2000
 MORE = 4
 """Blocks to which the same happens before the next thing is done to the disk."""
 SKIP = missing()
@@ -50,14 +50,15 @@ def full_disk(size: int) -> Iterator[None]:
         resource.setrlimit(limit, before)
 
 
-def test_ten_thousand_flipped_bits_and_files_that_are_cut_off_deleted_or_full_make_no_block_wrong(
-    tmp_path: Path,
+@pytest.mark.parametrize("num_flips", [3000, pytest.param(10_000, marks=pytest.mark.battery)])
+def test_flipped_bits_and_files_that_are_cut_off_deleted_or_full_make_no_block_wrong(
+    num_flips: int, tmp_path: Path
 ) -> None:
     draw, file = random.Random(5), tmp_path / "kv" / "1.rank0"
     errors, found = list[str](), 0
     prompts = [prompt_of(76_000 + number, 16 * 8 + 3) for number in range(24)]
     pool = TieredPool(Shape(head_dim=64), num_blocks=20, num_slots=20, num_disk_slots=200, file=file)
-    for number in range(NUM_FLIPS // FLIPS_AT_ONCE):
+    for number in range(num_flips // FLIPS_AT_ONCE):
         for prompt in draw.sample(prompts, 8):
             with full_disk(file.stat().st_size // 2 if number % 25 in (20, 21) else resource.RLIM_INFINITY):
                 found += pool.ask(prompt)
@@ -75,7 +76,7 @@ def test_ten_thousand_flipped_bits_and_files_that_are_cut_off_deleted_or_full_ma
     num_damaged = sum("damaged" in error or "does not hold" in error for error in errors)
     counts = pool.blocks.counts
     num_full = len(errors) - num_damaged
-    print(f"{NUM_FLIPS} bits: {num_damaged} reads found damage, {num_full} writes found no room; {counts}")
+    print(f"{num_flips} bits: {num_damaged} reads found damage, {num_full} writes found no room; {counts}")
     assert pool.wrong == 0
     assert num_damaged > 50 and counts.read > 0 and found > 0 and num_full > 0
     assert pool.blocks.num_free + pool.blocks.num_cached == pool.blocks.num_total

@@ -147,7 +147,7 @@ def test_every_kind_of_kv_comes_back_on_two_ranks(kind: str, tmp_path: Path) -> 
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.battery)])
 def test_a_disk_is_found_again_by_the_worker_that_comes_after_a_killed_one(tp_size: int, tmp_path: Path) -> None:
     prompts = [prompt_of(number) for number in range(NUM_PROMPTS)]
     expected = [completions[0].token_ids for completions in single_process(prompts, [GREEDY] * len(prompts))]

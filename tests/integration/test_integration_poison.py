@@ -56,7 +56,7 @@ def reference() -> list[list[int]]:
     return [list(completions[0].token_ids) for completions in ends]
 
 
-@pytest.mark.parametrize("num_poisoned", [1, 3, pytest.param(20, marks=pytest.mark.battery)])
+@pytest.mark.parametrize("num_poisoned", [3, *(pytest.param(number, marks=pytest.mark.battery) for number in (1, 20))])
 def test_poisoned_requests_fail_by_name_and_nobody_elses_output_changes(
     num_poisoned: int, cluster: RestartedCluster, reference: list[list[int]]
 ) -> None:

@@ -252,7 +252,7 @@ class EvictedStoreWalk(StoreWalk):
 
 
 TestTieredBlocksWalk = TieredBlocksWalk.TestCase
-TestTieredBlocksWalk.settings = settings(max_examples=150, stateful_step_count=50, derandomize=True, database=None)
+TestTieredBlocksWalk.settings = settings(max_examples=100, stateful_step_count=50, derandomize=True, database=None)
 TestDiskWalk = DiskWalk.TestCase
 TestDiskWalk.settings = TestTieredBlocksWalk.settings
 TestStoreWalk = StoreWalk.TestCase
