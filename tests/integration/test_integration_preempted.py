@@ -21,8 +21,8 @@ from workers import Worker, running
 from engine.sampling.params import SamplingParams
 
 BLOCK_BYTES = 16 * 4 * 2 * 4 * 32 * 4  # tokens, layers, k and v, heads, head_dim, float32
-POOL, NUM_TOKENS = 640, 200
-"""Two of six sequences have room up to their ends."""
+POOL, NUM_TOKENS = 544, 200
+"""One or two of six sequences have room up to their ends."""
 LIMIT_S = 120.0
 HOW: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "max_output_tokens": NUM_TOKENS}
 TP_SIZES = (1, 2, 4)
