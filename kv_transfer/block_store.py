@@ -36,7 +36,7 @@ from cluster.errors import Corrupted
 from cluster.kv_groups import DISK_PAGE as PAGE
 from cluster.kv_groups import LOOK_TIMEOUT_S
 from kv_transfer.layout import KvLayout
-from kv_transfer.sealed import Key, sealed, unsealed
+from kv_transfer.sealed import Key, KvSecret, sealed, unsealed
 
 logger = logging.getLogger(__name__)
 
@@ -203,12 +203,22 @@ class StoreObjects:
     """The blocks of one rank in a store. `push` is called from one thread, the other methods from any."""
 
     def __init__(
-        self, store: BlockStore, layout: KvLayout, wire_format: str, tp_rank: int, block_bytes: int, limit_bytes: int
+        self,
+        store: BlockStore,
+        layout: KvLayout,
+        wire_format: str,
+        tp_rank: int,
+        block_bytes: int,
+        limit_bytes: int,
+        secret: KvSecret | None = None,
     ) -> None:
         """`wire_format`: KV that was handed over is rounded by it. `limit_bytes`: of all that is in the store, of
-        whomever."""
+        whomever. `secret`: blocks are encrypted with it."""
         said = layout.to_proto().SerializeToString(deterministic=True)
         self._namespace = hashlib.sha256(f"{_VERSION} {wire_format} ".encode() + said).digest()
+        if secret is not None:
+            self._namespace = secret.namespace(self._namespace)
+        self._cipher = None if secret is None else secret.cipher(self._namespace)
         self._store, self._tp_rank, self.limit_bytes = store, tp_rank, limit_bytes
         self._block_bytes = block_bytes
         self.object_bytes = PAGE + block_bytes
@@ -238,9 +248,12 @@ class StoreObjects:
             self._num_unseen += self.object_bytes * is_new
 
     def _put(self, key: Key, payload: bytes) -> bool:
+        box = b""
+        if self._cipher is not None:
+            box, payload = self._cipher.encrypt(payload, self.name_of(key).encode())
         sizes = self._block_bytes, xxhash.xxh3_64_intdigest(payload)
         header = _OBJECT.pack(_MAGIC, _VERSION, self._namespace, self._tp_rank, *key, *sizes)
-        return self._store.put(self.name_of(key), sealed(header) + payload)
+        return self._store.put(self.name_of(key), sealed(header, box) + payload)
 
     def fetch(self, keys: Sequence[Key]) -> Iterator[memoryview]:
         """Yields the blocks, in memory of their own. Raises Corrupted for what is not the block that its key names, and
@@ -254,10 +267,16 @@ class StoreObjects:
         header = unsealed(content[:PAGE], _OBJECT) if len(content) == self.object_bytes else None
         wanted = (_MAGIC, _VERSION, self._namespace, self._tp_rank, *key, self._block_bytes)
         payload = memoryview(bytearray(content))[PAGE:]
-        if header is None or header[:-1] != wanted or xxhash.xxh3_64_intdigest(payload) != header[-1]:
+        try:
+            if header is None or header[:-1] != wanted or xxhash.xxh3_64_intdigest(payload) != header[-1]:
+                raise Corrupted("its checksum or its name is another one")
+            if self._cipher is not None:
+                about = self.name_of(key).encode()
+                payload = memoryview(self._cipher.decrypt(content[:PAGE], _OBJECT, payload, about))
+        except Corrupted:
             with suppress(OSError):
                 self._store.delete(self.name_of(key))
-            raise Corrupted(f"the object {self.name_of(key)} of the KV store is damaged, or another block")
+            raise Corrupted(f"the object {self.name_of(key)} of the KV store is damaged, or another block") from None
         return payload
 
     def find(self, keys: Sequence[Key], timeout_s: float) -> list[bool]:

@@ -35,7 +35,7 @@ from cluster.errors import Corrupted
 from cluster.kv_groups import DISK_PAGE as PAGE
 from cluster.kv_groups import slot_bytes_of
 from kv_transfer.layout import KvLayout
-from kv_transfer.sealed import Key, sealed, unsealed
+from kv_transfer.sealed import BlockCipher, Key, KvSecret, sealed, unsealed
 
 _MOST_BYTES = 2 << 20
 """Of slots that lie side by side, read or written at a time, while others are copied to or from their buffers."""
@@ -54,10 +54,15 @@ class DiskFolder:
     """The files of the workers of one layout, by number. Each worker has a number for itself while it lives, by the
     lock of a file that says its role, and that it was left for good once the worker has ended in peace."""
 
-    def __init__(self, folder: Path, layout: KvLayout, number: int = 0, role: str = "") -> None:
+    def __init__(
+        self, folder: Path, layout: KvLayout, number: int = 0, role: str = "", secret: KvSecret | None = None
+    ) -> None:
         """`number`: what rank 0 has claimed; 0: claims the first one that nobody has, of this role if there is one.
-        Raises OSError."""
+        `secret`: blocks are encrypted with it. Raises OSError."""
         self.namespace = hashlib.sha256(layout.to_proto().SerializeToString(deterministic=True)).digest()
+        self._secret = secret
+        if secret is not None:
+            self.namespace = secret.namespace(self.namespace)
         self._folder = folder.expanduser() / self.namespace.hex()[:16]
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.number, self._role = number, role
@@ -133,15 +138,18 @@ class DiskFolder:
     def open(self, number: int, tp_rank: int, num_slots: int, block_bytes: int) -> DiskSlots:
         """The slots of one rank in the files of a number. Raises OSError."""
         namespace = hashlib.sha256(self.namespace + tp_rank.to_bytes(4, "little")).digest()
-        return DiskSlots(self._folder / f"{number}.rank{tp_rank}", namespace, num_slots, block_bytes)
+        cipher = None if self._secret is None else self._secret.cipher(namespace)
+        return DiskSlots(self._folder / f"{number}.rank{tp_rank}", namespace, num_slots, block_bytes, cipher)
 
 
 class DiskSlots:
     """Slots [0, num_slots) of `block_bytes` each. Used from one thread."""
 
-    def __init__(self, path: Path, namespace: bytes, num_slots: int, block_bytes: int) -> None:
-        """Opens the file, or begins it. Raises OSError."""
-        self.num_slots, self.block_bytes = num_slots, block_bytes
+    def __init__(
+        self, path: Path, namespace: bytes, num_slots: int, block_bytes: int, cipher: BlockCipher | None = None
+    ) -> None:
+        """Opens the file, or begins it. `cipher`: of the blocks. Raises OSError."""
+        self.num_slots, self.block_bytes, self._cipher = num_slots, block_bytes, cipher
         self._path = path
         self._slot_bytes = slot_bytes_of(block_bytes)
         self._most = max(1, _MOST_BYTES // self._slot_bytes)
@@ -194,12 +202,16 @@ class DiskSlots:
                     under_way.popleft().result()
                 for at, place in enumerate(run):
                     payload = self._payload(buffer, at)
-                    payload[:] = blocks[place].numpy()
+                    block, box = blocks[place].numpy(), b""
                     group, digest = keys[place]
+                    if self._cipher is not None:
+                        box, content = self._cipher.encrypt(block.data, _about(keys[place]))
+                        block = np.frombuffer(content, np.uint8)
+                    payload[:] = block
                     checksum = xxhash.xxh3_64_intdigest(payload.data)
                     header = _SLOT.pack(_MAGIC, self._epoch, group, digest, self.block_bytes, checksum)
                     begin = at * self._slot_bytes
-                    buffer[begin : begin + PAGE] = sealed(header)
+                    buffer[begin : begin + PAGE] = sealed(header, box)
                 under_way.append(self._begin(_write, run, slots, buffer))
             while under_way:
                 under_way.popleft().result()
@@ -214,7 +226,7 @@ class DiskSlots:
                 under_way.popleft().result()
                 for at, place in enumerate(run):
                     self._check(buffer, at, slots[place], keys[place])
-                    yield place, torch.from_numpy(self._payload(buffer, at))
+                    yield place, self._block(buffer, at, keys[place])
                 if later is not None:
                     under_way.append(self._begin(_read, later[0], slots, later[1]))
 
@@ -242,6 +254,14 @@ class DiskSlots:
         if xxhash.xxh3_64_intdigest(self._payload(buffer, at).data) != header[5]:
             raise Corrupted(f"the block in slot {slot} of {self._path.name} is damaged")
 
+    def _block(self, buffer: mmap.mmap, at: int, key: Key) -> Tensor:
+        """Raises Corrupted."""
+        payload, begin = self._payload(buffer, at), at * self._slot_bytes
+        if self._cipher is None:
+            return torch.from_numpy(payload)
+        content = self._cipher.decrypt(buffer[begin : begin + PAGE], _SLOT, payload.data, _about(key))
+        return torch.frombuffer(content, dtype=torch.uint8)
+
     def _payload(self, buffer: mmap.mmap, at: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         return np.frombuffer(buffer, np.uint8, self.block_bytes, at * self._slot_bytes + PAGE)
 
@@ -251,6 +271,11 @@ class DiskSlots:
     def _read_page(self, at: int) -> tuple[Any, ...] | None:
         _read(self._fd, memoryview(self._buffers[0])[:PAGE], at)
         return unsealed(self._buffers[0][:PAGE], _FILE)
+
+
+def _about(key: Key) -> bytes:
+    """What no other encrypted block may be taken for."""
+    return key[0].to_bytes(8, "little") + key[1]
 
 
 def _say(claim: int, what: str) -> None:

@@ -44,6 +44,7 @@ from engine.tp import JoinedGroup, TPGroup, make_process_group
 from kv_transfer.block_store import FolderStore, StoreObjects
 from kv_transfer.disk_slots import DiskFolder
 from kv_transfer.fault_injection import Faults
+from kv_transfer.sealed import KvSecret
 from kv_transfer.tier_copies import TierCopies
 from kv_transfer.timed_wire import TimedWire
 from kv_transfer.transfer_engine import TransferEngine
@@ -199,7 +200,7 @@ def disk_folder(resolved: Resolved, number: int = 0) -> DiskFolder | None:
         return None
     path = kv_disk_path(engine)
     try:
-        return DiskFolder(path, resolved.layout, number, resolved.settings.role)
+        return DiskFolder(path, resolved.layout, number, resolved.settings.role, _kv_secret(engine))
     except OSError as error:
         raise ConfigError(f"kv_disk_path: {path} cannot be used: {error.strerror}") from error
 
@@ -229,7 +230,12 @@ def open_store(resolved: Resolved, tier: TierCopies | None) -> None:
         what = f"{path} cannot be used: {error.strerror}; it is made in a folder that every node has, such as a mount"
         raise ConfigError(f"kv_store_path: {what}") from error
     form = resolved.settings.transfer.wire_format
-    tier.store = StoreObjects(store, resolved.layout, form, rank, tier.block_bytes, engine.kv_store_bytes)
+    sizes = tier.block_bytes, engine.kv_store_bytes
+    tier.store = StoreObjects(store, resolved.layout, form, rank, *sizes, _kv_secret(engine))
+
+
+def _kv_secret(engine: EngineSection) -> KvSecret | None:
+    return None if engine.kv_key_file is None else KvSecret.read(Path(engine.kv_key_file).expanduser())
 
 
 def make_transfer_engine(

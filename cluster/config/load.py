@@ -110,7 +110,7 @@ def _resolve_paths(config: ServingConfig, folder: Path, model_path: str | None) 
     engine, timed = config.engine, config.engine.timed_steps
     if timed.script is not None:
         engine = replace(engine, timed_steps=replace(timed, script=str((folder / timed.script).absolute())))
-    paths = {"kv_disk_path": engine.kv_disk_path, "kv_store_path": engine.kv_store_path}
+    paths = {name: getattr(engine, name) for name in ("kv_disk_path", "kv_store_path", "kv_key_file")}
     absolute = {
         name: str((folder / path).absolute()) for name, path in paths.items() if path and not path.startswith("~")
     }

@@ -100,6 +100,10 @@ class EngineSection:
     kv_store_policy: choices.KvStorePolicyName = "reused"
     """What a worker writes to the store while it serves: what a second prompt has begun with (reused), what its host
     memory gives up next (evicted), or everything (all). One that is stopped writes what it has, as time allows."""
+    kv_key_file: str | None = None
+    """File with what KV on a disk and in a store is encrypted with (AES-256-GCM): 32 bytes at least, the same on every
+    node and of all workers, readable by its owner only, relative to the folder of this file; null: it is not encrypted.
+    What was written with another key is not found. It needs the extra baton[encryption]."""
     kv_session_share: float = bounded(0.5, at_least=0, at_most=0.9)
     """Share of the KV pool, and of host memory and disk below it, in which the KV of sessions is kept while theirs is
     not the only KV that can be given up (`router.session_ttl_s`). Where it is full, the tenant with the most loses its

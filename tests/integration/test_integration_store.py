@@ -3,6 +3,7 @@ what it is without the store."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,10 @@ def test_prompts_are_found_in_the_store_after_everything_was_restarted(tp_size: 
     prompts = [prompt_of(number) for number in range(NUM_PROMPTS)]
     expected = [completions[0].token_ids for completions in single_process(prompts, [GREEDY] * len(prompts))]
     settings = settings_of(tmp_path / "kv", role="prefill", tp_size=tp_size, kv_host_bytes=200 * BLOCK_BYTES)
+    if tp_size == 2:
+        settings["kv_key_file"] = str(tmp_path / "kv.key")
+        (tmp_path / "kv.key").touch(0o600)
+        (tmp_path / "kv.key").write_bytes(os.urandom(32))
     first, decode = Worker(worker_id=PREFILL, **settings), Worker(worker_id="decode-0", role="decode", **COMMON)
     with running(first, decode):
         ask_all("first", prompts, expected, first, decode)

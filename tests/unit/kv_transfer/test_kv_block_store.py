@@ -12,11 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import xxhash
 
-from cluster.errors import Corrupted
+from cluster.errors import ConfigError, Corrupted
 from kv_transfer import block_store
-from kv_transfer.block_store import FolderStore, StoredObject, StoreObjects, StoreSilent
+from kv_transfer.block_store import _OBJECT, FolderStore, StoredObject, StoreObjects, StoreSilent
 from kv_transfer.layout import KvLayout
+from kv_transfer.sealed import KvSecret, sealed
 
 BYTES = 5000
 OBJECT = 4096 + BYTES
@@ -30,9 +32,14 @@ def block_of(key: tuple[int, bytes]) -> bytes:
 
 
 def opened(
-    folder: Path, layout: KvLayout = LAYOUT, form: str = "native", rank: int = 0, limit: int = 1 << 20
+    folder: Path,
+    layout: KvLayout = LAYOUT,
+    form: str = "native",
+    rank: int = 0,
+    limit: int = 1 << 20,
+    secret: KvSecret | None = None,
 ) -> StoreObjects:
-    return StoreObjects(FolderStore(folder), layout, form, rank, BYTES, limit)
+    return StoreObjects(FolderStore(folder), layout, form, rank, BYTES, limit, secret)
 
 
 def push(objects: StoreObjects, keys: Sequence[tuple[int, bytes]] = KEYS) -> None:
@@ -62,6 +69,7 @@ OTHERS = {
     "ranks": {"layout": PAIR},
     "tokens of a block": {"layout": replace(LAYOUT, block_size=32)},
     "rounding": {"form": "int8"},
+    "secret": {"secret": KvSecret(b"s" * 32)},
 }
 
 
@@ -160,6 +168,65 @@ def test_many_writers_that_delete_at_once_do_not_fail(tmp_path: Path) -> None:
     objects.look()
     assert objects.used_bytes == sum(path.stat().st_size for path in files_of(tmp_path)) <= limit
     assert not list(tmp_path.rglob("*.part"))
+
+
+def test_encrypted_blocks_come_back_with_their_secret_alone_and_show_nothing(tmp_path: Path) -> None:
+    mine, same, other = (opened(tmp_path, secret=KvSecret(bytes([number]) * 32)) for number in (1, 1, 2))
+    plain = opened(tmp_path)
+    push(mine)
+    assert [bytes(block) for block in same.fetch(KEYS)] == list(map(block_of, KEYS))
+    assert not any(other.find(KEYS, 5.0)) and not any(plain.find(KEYS, 5.0))
+    contents = {path: path.read_bytes() for path in files_of(tmp_path)}
+    assert not any(
+        block_of(key)[at : at + 16] in of[4096:] for of in contents.values() for key in KEYS for at in (0, 1, 99)
+    )
+    push(other)
+    again = set(files_of(tmp_path)) - contents.keys()
+    assert len({path.read_bytes()[4096:] for path in again} | {of[4096:] for of in contents.values()}) == 2 * len(KEYS)
+    for key, at in (
+        (KEYS[0], _OBJECT.size + 8),
+        (KEYS[1], _OBJECT.size + 8 + 12),
+        (KEYS[2], 4096),
+    ):  # nonce, tag, block
+        path = tmp_path / mine.name_of(key)
+        content = bytearray(path.read_bytes())
+        content[at] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(Corrupted, match="damaged, or another block"):
+            list(same.fetch([key]))
+        assert not path.exists()
+
+
+def test_an_encrypted_block_under_the_name_of_another_one_is_refused(tmp_path: Path) -> None:
+    """As by somebody who may write files, and forges the header, whose checksum is no secret."""
+    objects = opened(tmp_path, secret=KvSecret(b"s" * 32))
+    push(objects, KEYS[:1])
+    push(objects, [KEYS[2]])
+    first, other = (tmp_path / objects.name_of(KEYS[number]) for number in (0, 2))
+    head, block = bytearray(other.read_bytes()[:4096]), first.read_bytes()[4096:]
+    fields = list(_OBJECT.unpack_from(head))
+    fields[-1] = xxhash.xxh3_64_intdigest(block)
+    box = first.read_bytes()[_OBJECT.size + 8 : _OBJECT.size + 8 + 28]
+    other.write_bytes(sealed(_OBJECT.pack(*fields), box) + block)
+    with pytest.raises(Corrupted):
+        list(objects.fetch([KEYS[2]]))
+
+
+def test_a_secret_is_a_file_of_32_bytes_that_only_its_owner_may_read(tmp_path: Path) -> None:
+    path = tmp_path / "kv.key"
+    for content, mode, why in (
+        (None, 0, "cannot be read: No such file"),
+        (b"k" * 32, 0o640, "has mode 0640: others than its owner may read it"),
+        (b"k" * 31, 0o600, r"must hold 32 to 4096 bytes, such as 32 of /dev/urandom \(got 31\)"),
+    ):
+        if content is not None:
+            path.write_bytes(content)
+            path.chmod(mode)
+        with pytest.raises(ConfigError, match=f"kv_key_file: .*{why}"):
+            KvSecret.read(path)
+    path.write_bytes(b"k" * 32)
+    push(opened(tmp_path / "kv", secret=KvSecret.read(path)))
+    assert all(opened(tmp_path / "kv", secret=KvSecret(b"k" * 32)).find(KEYS, 5.0))
 
 
 def test_what_is_there_is_not_written_again_and_counts_as_used(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import resource
 import stat
@@ -12,12 +13,14 @@ import pytest
 import torch
 
 from cluster.errors import Corrupted
-from kv_transfer.disk_slots import PAGE, DiskFolder, DiskSlots
+from kv_transfer.disk_slots import _SLOT, PAGE, DiskFolder, DiskSlots
 from kv_transfer.layout import KvLayout
+from kv_transfer.sealed import KvSecret
 
 BYTES = 5000
 NAMESPACE = b"n" * 32
 KEYS = [(number % 2, bytes([number]) * 16) for number in range(12)]
+SECRETS = [bytes([number]) * 32 for number in (1, 2)]
 LAYOUT = KvLayout(2, 2, 8, "float32", 1, 16, "model@revision")
 
 
@@ -120,6 +123,28 @@ def test_no_flipped_bit_is_ever_read_as_a_block(tmp_path: Path) -> None:
             file.seek(place)
             file.write(bytes([byte]))
     assert num_found > 100 and all(torch.equal(read(slots, [n])[0], block_of(n)) for n in range(12))
+
+
+def test_encrypted_slots_come_back_with_their_secret_alone_and_show_nothing(tmp_path: Path) -> None:
+    numbers = range(12)
+    mine, other, plain = (DiskFolder(tmp_path, LAYOUT, 1, "", secret) for secret in (*map(KvSecret, SECRETS), None))
+    slots = mine.open(1, 0, 12, BYTES)
+    slots.write(numbers, KEYS, [block_of(number) for number in numbers])
+    slots.close()
+    (path,) = (path for path in tmp_path.glob("*/1.rank0"))
+    content = path.read_bytes()
+    assert not any(block_of(number).numpy().tobytes()[at : at + 16] in content for number in numbers for at in (0, 99))
+    assert not list(other.open(1, 0, 12, BYTES).keys()) and not list(plain.open(1, 0, 12, BYTES).keys())
+    again = DiskFolder(tmp_path, LAYOUT, 1, "", KvSecret(SECRETS[0])).open(1, 0, 12, BYTES)
+    assert dict(again.keys()) == dict(enumerate(KEYS))
+    for number, block in zip((3, 4, 11, 0), read(again, [3, 4, 11, 0]), strict=True):
+        assert torch.equal(block, block_of(number))
+    at = again._at(5) + _SLOT.size + 8  # a checksum does not cover the nonce
+    with path.open("r+b", buffering=0) as file:
+        os.pwrite(file.fileno(), bytes([content[at] ^ 1]), at)
+    with pytest.raises(Corrupted, match="encrypted block is damaged"):
+        read(again, [5])
+    assert torch.equal(read(again, [6])[0], block_of(6))
 
 
 def test_two_workers_never_have_the_same_files(tmp_path: Path) -> None:
