@@ -4,6 +4,7 @@
     python -m benchmarks.kv_tiers --model DIR --sessions 24 --turns 4
     python -m benchmarks.kv_tiers --rolling --sessions 12 --turns 3
     python -m benchmarks.kv_tiers --restart --sessions 12 --turns 3
+    python -m benchmarks.kv_tiers --held 10000
 
 Sessions of agents in turn, so that each comes back after all others: one of a few system prompts, a context that grows
 with each answer and each addition, one request at a time. Their contexts together are `--times` the pool of the one
@@ -18,7 +19,9 @@ memory. The clusters of a round are measured one after the other, in an order th
 With `--rolling`, clusters of `baton serve` with prefill and decode workers (`--workers`) that are replaced, one by one,
 by a change of a rolling key under that load: what was cached of what could be, in the last turn of all sessions before
 the change, in those during it, and in the first one after it. With `--restart`, everything but the store is stopped and
-started anew before the last turn.
+started anew before the last turn. With `--held`, so many sessions of 12 blocks come over HTTP with a `session_id` to a
+`baton serve` with 1 GB of host memory and 10 GB of disk, and some of them come back: resident bytes of the worker (of
+what is served, the process with the most) and of its file on the disk, before and after.
 """
 
 from __future__ import annotations
@@ -33,17 +36,22 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import httpx2
+import psutil
+
 from benchmarks.plain_cluster import ROOT, running_router, running_workers
 from benchmarks.served_cluster import ServedCluster
-from cli.change import parse_split
+from cli.change import parse_split, ready_workers
 from cluster.config.diff import set_values
 from cluster.config.load import load_config
+from cluster.pb.admin_pb2 import ListSessionsRequest
 from controller.plan import plan_cluster
 from engine.memory import kv_bytes_per_token
 from engine.models.folder import read_model
@@ -191,6 +199,42 @@ def restart(args: argparse.Namespace, load: Load, values: Mapping[str, Any], num
     }
 
 
+def held(num_sessions: int) -> dict[str, float]:
+    """Has eight streams bring the sessions; a twentieth of them, drawn at random, come back three tokens longer."""
+
+    def ask(session: int, more: Sequence[int] = ()) -> int:
+        prompt = [*random.Random(session).choices(range(1, 60), k=12 * BLOCK), *more]
+        body = {"model": MODEL.name, "prompt": prompt, "max_tokens": 1, "session_id": f"session-{session}"}
+        answer = client.post("/v1/completions", json=body).raise_for_status()
+        return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    with tempfile.TemporaryDirectory(prefix="baton-tiers-") as folder:
+        tiers = {"kv_host_bytes": 10**9, "kv_disk_bytes": 10**10, "kv_disk_path": folder, "kv_session_share": 0.9}
+        served: dict[str, Any] = {f"engine.{key}": value for key, value in tiers.items()}
+        served |= {"roles.prefill.devices": 0, "roles.prefill.min_workers": 0, "engine.block_size": BLOCK}
+        served |= {"router.session_ttl_s": 86400.0, "router.http_port": 0, "admin.port": 0}
+        with (
+            ServedCluster.running(ROOT / "cluster.yaml", served) as cluster,
+            httpx2.Client(base_url=f"http://{cluster.http_address}", timeout=60.0) as client,
+            AdminClient(cluster.admin_address) as admin,
+            ThreadPoolExecutor(8) as streams,
+        ):
+
+            def sizes(when: str) -> dict[str, float]:
+                resident = (each.memory_info().rss for each in psutil.Process(cluster.pid).children(recursive=True))
+                files = (path.stat().st_size for path in Path(folder).glob("*/*.rank*"))
+                return {f"resident_gb_{when}": max(resident) / 1e9, f"file_gb_{when}": sum(files) / 1e9}
+
+            found, begun = sizes("before"), time.monotonic()
+            num_cached = sum(streams.map(ask, range(num_sessions)))
+            found |= {"seconds": time.monotonic() - begun, "cached_of_new": num_cached, **sizes("held")}
+            asked = [ListSessionsRequest(worker_id=each, num_sessions=1) for each in ready_workers(admin)]
+            found["sessions"] = sum(admin.on_worker("ListSessions", request).num_total for request in asked)
+            back = random.Random(1).sample(range(num_sessions), max(1, num_sessions // 20))
+            found["back_whole"] = sum(ask(each, [5, 6, 7]) == 12 * BLOCK for each in back) / len(back)
+            return {name: round(value, 3) for name, value in (found | sizes("after")).items()}
+
+
 @contextmanager
 def serving(model: Path, load: Load, values: Mapping[str, Any]) -> Iterator[BatonClient]:
     """One worker for both phases."""
@@ -260,8 +304,12 @@ def main() -> int:
     parser.add_argument("--rolling", action="store_true", help="replace the workers of a served cluster")
     parser.add_argument("--workers", default="1:1", metavar="PREFILL:DECODE", help="of the clusters that are rolled")
     parser.add_argument("--restart", action="store_true", help="stop everything, and start it anew")
+    parser.add_argument("--held", type=int, metavar="N", help="sessions that a served cluster is to hold")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    if args.held is not None:
+        print(json.dumps(held(args.held)))
+        return 0
     load = Load(args.sessions, args.turns, args.first, args.more, args.output, args.seed)
     config = read_model(args.model)
     wanted = configurations(load, args.times, kv_bytes_per_token(config, 1, "float32"))
