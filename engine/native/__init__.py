@@ -17,6 +17,7 @@ import sys
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +66,8 @@ class Native:
                 self._functions[name, dtype, torch.int8] = self._bind(f"{name}_{of_type}_int8", arguments)
         self._mask_rows = self._bind("mask_rows", [_POINTER, _COUNT, _COUNT, _POINTER, _POINTER, _COUNT, _FLOAT])
         self._largest_kept = self._bind("largest_kept", [_POINTER, _COUNT, _COUNT, _POINTER, _COUNT, _FLOAT, _POINTER])
+        self._known: tuple[list[ref[npt.NDArray[np.int32]]], npt.NDArray[np.uintp]] = [], np.empty(0, np.uintp)
+        """The words of the rows that were masked last, and their addresses."""
         products = self._library.baton_products()
         self.has_products = products > 0
         """Whether this processor multiplies bytes (AVX512-VNNI); without it, `linear` and `decode` are not there."""
@@ -126,20 +129,28 @@ class Native:
         """Makes all of the rows named of float32 logits [R, V] minus infinity but what their words have a bit for, the
         lowest first."""
         rows = np.fromiter(kept, np.int64, len(kept))
-        words = np.fromiter((each.ctypes.data for each in kept.values()), np.uintp, len(kept))
-        addresses = rows.ctypes.data, words.ctypes.data
+        addresses = rows.ctypes.data, self._addresses(kept).ctypes.data
         self._mask_rows(logits.data_ptr(), logits.stride(0), logits.shape[1], *addresses, len(kept), -math.inf)
 
     def largest_kept(self, logits: Tensor, kept: Mapping[int, npt.NDArray[np.int32]]) -> Tensor:
         """The first of the largest of each row of float32 logits [R, V], in the rows named of those that their words
         have a bit for: int64 [R]."""
         words = np.zeros(len(logits), np.uintp)
-        for r, each in kept.items():
-            words[r] = each.ctypes.data
+        words[np.fromiter(kept, np.int64, len(kept))] = self._addresses(kept)
         at = torch.empty(len(logits), dtype=torch.int64)
         sizes = logits.stride(0), logits.shape[1], words.ctypes.data, len(logits)
         self._largest_kept(logits.data_ptr(), *sizes, -math.inf, at.data_ptr())
         return at
+
+    def _addresses(self, kept: Mapping[int, npt.NDArray[np.int32]]) -> npt.NDArray[np.uintp]:
+        """Where the words of each row lie, one after another. Numpy takes microseconds to tell: they are looked up once
+        while the rows of the steps are the same, as a sequence's words stay where they are."""
+        words = list(kept.values())
+        those, addresses = self._known
+        if len(those) != len(words) or not all(known() is each for known, each in zip(those, words, strict=True)):
+            addresses = np.fromiter((each.ctypes.data for each in words), np.uintp, len(words))
+            self._known = [ref(each) for each in words], addresses
+        return addresses
 
     def rotate_and_store(
         self,
