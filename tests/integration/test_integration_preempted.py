@@ -26,7 +26,7 @@ POOL, NUM_TOKENS = 544, 200
 LIMIT_S = 120.0
 HOW: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "max_output_tokens": NUM_TOKENS}
 TP_SIZES = (1, 2, 4)
-IN_SHORT = {(1, 2)}
+IN_SHORT = {(2, 1)}
 
 
 def counted(worker: Worker, metric: str, label: str) -> Counter[str]:
