@@ -1,6 +1,7 @@
 """How near one rank comes to what the machine can do: decode against its memory, prefill against its arithmetic.
 
     python benchmarks/engine.py --json [--model DIR]
+    python benchmarks/engine.py --either-code --batch 1 --batch 8 --batch 32 --prompt 1024
 
 One process, no router and no hand-off: steps are built, computed and sampled as a worker does it. The limits are
 measured in the same run, in turn with what is held against them. benchmarks/README.md says how to read it.
@@ -57,6 +58,8 @@ SHARES_OF = 32
 MATRICES = (TorchMatrix, TiledMatrix, TritonMatrix, QuantizedMatrix, Fp8Matrix, ScaledFp8Matrix)
 BATCH_SIZES = [1, 8, 32, 128]
 PROMPT_SIZES = [512, 1024, 4096, 8192]
+CODES = ("native", "transformers")
+"""Whose code may compute a model, by `engine.model_impl`."""
 
 
 @dataclass
@@ -288,6 +291,32 @@ def measure_shares(bench: Bench, batch_size: int, num_steps: int = 20) -> dict[s
     }
 
 
+def measure_either_code(
+    path: Path, max_tokens: int, batch_sizes: list[int], prompt_sizes: list[int], rounds: int, **wanted: Any
+) -> dict[str, dict[str, float]]:
+    """Milliseconds of processor time of each step, by Baton's own code and by transformers' in turn: medians. `ratio`:
+    the speed of the latter, as a share of the former's, the median of each round's own."""
+    benches = {code: Bench(path, max_tokens=max_tokens, model_impl=code, **wanted) for code in CODES}
+    works: dict[str, tuple[Callable[[Bench], object], int]] = {
+        f"decode of {size}": (lambda bench, size=size: bench.decode(size, 5), 5)  # type: ignore[misc]
+        for size in batch_sizes
+    }
+    works |= {f"prefill of {size}": (lambda bench, size=size: bench.prefill(size), 1) for size in prompt_sizes}  # type: ignore[misc]
+    rows: dict[str, dict[str, float]] = {}
+    for what, (work, num_steps) in works.items():
+        for bench in benches.values():
+            work(bench)
+        taken: dict[str, list[float]] = {code: [] for code in CODES}
+        for _ in range(rounds):
+            for code, bench in benches.items():
+                begun = time.process_time()
+                work(bench)
+                taken[code].append(1000 * (time.process_time() - begun) / num_steps)
+        rows[what] = {f"{code}_ms": round(statistics.median(taken[code]), 2) for code in CODES}
+        rows[what]["ratio"] = round(statistics.median(a / b for a, b in zip(*taken.values(), strict=True)), 2)
+    return rows
+
+
 def _table(title: str, by_size: dict[str, dict[str, float]], limit: str) -> Table:
     table = Table(title=title)
     for column in ("", "tok/s", limit.replace("_", " ")):
@@ -308,6 +337,7 @@ def main(
     prompt: Annotated[list[int], typer.Option(min=1, help="Tokens of a prompt; repeat it.")] = PROMPT_SIZES,
     chunk: Annotated[int, typer.Option(min=1, help="Tokens of a step of prefill.")] = 2048,
     rounds: Annotated[int, typer.Option(min=1, help="Medians are over so many.")] = 5,
+    either_code: Annotated[bool, typer.Option(help="Baton's code against transformers' only.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
     """Measures one rank of a model on this machine's CPU."""
@@ -317,6 +347,9 @@ def main(
             path = model or make_model(Shape.M, Path(folder))
             most = max(max(prompt), max(*batch, SHARES_OF) * (CONTEXT + BLOCK_SIZE))
             wanted = {"dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
+            if either_code:
+                print(json.dumps(measure_either_code(path, most, batch, prompt, rounds, kernels=kernels, **wanted)))
+                return
             bench = Bench(path, max_tokens=most, chunk=chunk, kernels=kernels, **wanted)
         longest = bench.config.max_position_embeddings
         if max(prompt) > longest:

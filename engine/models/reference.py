@@ -35,6 +35,10 @@ machine has them. On a CPU a decode step in bfloat16 is one call of those kernel
 others go layer by layer. Partial and interleaved rope is an order of the heads' dimensions at loading, so that every
 kernel computes it.
 
+Other architectures are computed by transformers' own code ([transformers.md](transformers.md)): a Llama of 160 million
+parameters at 0.87 to 0.94 of the speed of Baton's own code, both in float32 on one core
+(`python benchmarks/engine.py --either-code`).
+
 Latents (MLA) are kept whole by each tensor-parallel rank, or by `roles.X.split_latents` an equal part of every block by
 each; `tests/unit/engine/test_engine_split_latents.py` holds the second against transformers and against the first.
 
