@@ -320,9 +320,8 @@ def _native(held: Mapping[int, Expert], config: ExpertsConfig, loader: Loader) -
     experts = held.values()
     for linears in ([expert.gate_up for expert in experts], [expert.down for expert in experts]):
         tiles = [native_tiles(linear.matrix) for linear in linears]
-        if not all(
-            tile is not None and tile.order is None for tile in tiles
-        ):  # tokens are rounded for all experts alike
+        # Tokens are rounded for all experts alike: none may have an order of its own.
+        if not all(tile is not None and tile.order is None for tile in tiles):
             return None
         if len({(tile.kind, tile.group) for tile in tiles if tile is not None}) > 1:
             return None
