@@ -13,7 +13,7 @@ from flood import Flood, GoodStream
 from benchmarks.nonsense import make_bomb
 from cluster.pb import generation_pb2 as pb
 
-COUNTS = [pytest.param(30, id="short"), pytest.param(2_000, id="long", marks=pytest.mark.battery)]
+COUNTS = [pytest.param(12, id="short"), pytest.param(2_000, id="long", marks=pytest.mark.battery)]
 
 
 @pytest.mark.timeout(1500)
