@@ -149,7 +149,7 @@ def _start(folder: Path, num_cpus: int) -> None:
     import ray
 
     try:
-        with _without_helpers():
+        with _own_daemons():
             ray.init(
                 address="local",
                 num_cpus=num_cpus,
@@ -167,11 +167,17 @@ def _start(folder: Path, num_cpus: int) -> None:
 
 
 @contextlib.contextmanager
-def _without_helpers() -> Iterator[None]:
+def _own_daemons() -> Iterator[None]:
     """Has Ray leave out the three processes that one machine without its dashboard has no use for: the autoscaler's
     monitor, the reader of logs for drivers that print them, and the reporter of usage. `ray.init` has no switch for
-    them (a Ray that calls their starts otherwise starts them), and waits for the last one."""
-    from ray._private import node
+    them (a Ray that calls their starts otherwise starts them), and waits for the last one. Those that it starts are no
+    part of this program's process group: a signal to all of that, as `timeout` sends one, would end them before the
+    workers on them, and Ray would look for them for a minute."""
+    from ray._private import node, services
+
+    class Daemon(services.ConsolePopen):
+        def __init__(self, *arguments: Any, **how: Any) -> None:
+            super().__init__(*arguments, process_group=0, **how)
 
     class Node(node.Node):
         def start_monitor(self) -> None:
@@ -183,11 +189,12 @@ def _without_helpers() -> Iterator[None]:
         def start_api_server(self, **how: Any) -> None:
             pass
 
-    theirs, node.Node = node.Node, Node  # type: ignore[misc]
+    theirs = node.Node, services.ConsolePopen
+    node.Node, services.ConsolePopen = Node, Daemon  # type: ignore[misc]
     try:
         yield
     finally:
-        node.Node = theirs  # type: ignore[misc]
+        node.Node, services.ConsolePopen = theirs  # type: ignore[misc]
 
 
 def _stop() -> None:

@@ -122,7 +122,7 @@ def test_a_terminated_cluster_ends_cleanly_and_leaves_nothing(cluster: Serve) ->
     assert cluster.address
     left, folder = cluster.descendants(), cluster.ray_folder()
     assert folder.exists()
-    cluster.process.send_signal(signal.SIGTERM)
+    os.killpg(cluster.process.pid, signal.SIGTERM)  # as `timeout` and a machine that shuts down do
     assert cluster.wait() == 0
     assert not psutil.wait_procs(left, timeout=5.0)[1], "processes outlived a clean stop"
     assert not folder.exists()
