@@ -172,6 +172,7 @@ def check_model(serving: ServingConfig, *, are_here: bool) -> None:
                 "dtype": form.dtype,
                 "quantization": form.quantization,
                 "memory_utilization": engine.memory_utilization,
+                "kv_key_file": engine.kv_key_file,
                 "are_here": are_here,
             }
     needs, model = "config" if serving.engine.timed_steps.is_on else "weights", serving.model

@@ -31,7 +31,7 @@ _ASK_S = 5.0
 
 @dataclass(frozen=True)
 class RoleWorkers:
-    """The settings of one role's workers that their model decides on."""
+    """The settings of one role's workers that are looked at before any is started."""
 
     tensor_parallel: int
     expert_parallel: int
@@ -42,6 +42,7 @@ class RoleWorkers:
     memory_utilization: float
     are_here: bool
     """Whether they run on this machine, whose memory they then have to fit in."""
+    kv_key_file: str | None = None
 
 
 def main(folder: str, model_impl: str, needs: str = "weights", roles: str = "{}") -> int:
@@ -59,7 +60,10 @@ def main(folder: str, model_impl: str, needs: str = "weights", roles: str = "{}"
 
 
 def _check_role(config: ModelConfig, role: str, workers: RoleWorkers) -> None:
-    """Raises ConfigError with the role and the numbers that would do."""
+    """Raises ConfigError with the role and the numbers that would do, or with the file of a key that is none."""
+    if workers.are_here and workers.kv_key_file is not None:
+        secret = importlib.import_module("kv_transfer.sealed").KvSecret
+        secret.read(Path(workers.kv_key_file).expanduser()).cipher(b"")
     try:
         config = config.divided(workers.tensor_parallel, workers.expert_parallel, workers.split_latents)
     except ConfigError as error:

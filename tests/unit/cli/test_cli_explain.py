@@ -15,6 +15,8 @@ import pytest
 from scripted_router import ROOT, baton
 
 from cli import config
+from cluster.config.load import load_config
+from cluster.errors import ConfigError
 from cluster.text import format_bytes
 from worker import examine
 
@@ -213,3 +215,20 @@ def test_a_program_that_breaks_is_told_with_its_code(tmp_path: Path, monkeypatch
 )
 def test_bytes_are_written_with_one_decimal(count: int, text: str) -> None:
     assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("size", "mode", "said"),
+    [(None, 0, "cannot be read"), (8, 0o600, r"32 to 4096 bytes.*got 8"), (32, 0o644, "mode 0644.*chmod 600")],
+)
+def test_a_file_that_is_no_key_for_kv_is_refused_before_anything_starts(
+    tmp_path: Path, size: int | None, mode: int, said: str
+) -> None:
+    key = tmp_path / "key"
+    if size is not None:
+        key.write_bytes(bytes(size))
+        key.chmod(mode)
+    serving = load_config(Path(write(tmp_path, engine=f"{ENGINE[:-1]}, kv_key_file: {key}}}")))
+    with pytest.raises(ConfigError, match=said) as refused:
+        config.check_model(serving, are_here=True)
+    assert str(refused.value).startswith(f"kv_key_file: {key}")
