@@ -50,6 +50,16 @@ before that have to end."""
 MODES = ("colocated", "auto", "disaggregated")
 
 
+def split_of(mode: str) -> tuple[int, int]:
+    """P:D that a mode stays at, or begins with."""
+    return (0, 2) if mode == "colocated" else (1, 1)
+
+
+def policy_of(mode: str) -> str:
+    """The router's: with `least_loaded` every prompt is handed over."""
+    return "least_loaded" if mode == "disaggregated" else "predicted"
+
+
 @dataclass(frozen=True)
 class Point:
     """A load: kinds, each with its share of the requests."""
@@ -112,8 +122,7 @@ class Bench:
 
     def run(self, point: Point, mode: str) -> Run:
         before = self._cluster.last_event()
-        split = (1, 1) if mode != "colocated" else (0, 2)
-        self._cluster.steer(*split, auto=mode == "auto")
+        self._cluster.steer(*split_of(mode), auto=mode == "auto")
         arrivals, before_s = point.arrivals(mode)
         told = offer(self._cluster.address, arrivals, f"{point.name}, {mode}", self._progress)
         counted = [t for t in told if t.arrival.at >= before_s]
@@ -183,7 +192,7 @@ def main(
     with telling_failures(), contextlib.ExitStack() as stack:
         clusters = [
             stack.enter_context(SteeredCluster.running(config, {**values, "router.policy": policy}, share, slower))
-            for policy in ("predicted", "least_loaded")
+            for policy in map(policy_of, MODES[1:])
         ]
         progress = stack.enter_context(bars())
         described = clusters[0].described()

@@ -121,9 +121,8 @@ def _colocated(found: dict[str, Any], run: dict[str, Any], bench: Bench) -> Row:
     said, mode = next(point for point in found["points"] if point["name"] == run["point"]), run["mode"]
     kinds = tuple((Kind(**kind), share) for kind, share in said["kinds"])
     arrivals, from_s = colocated.Point(**{**said, "kinds": kinds}).arrivals(mode)
-    split = (0, 2) if mode == "colocated" else (1, 1)
-    policy = "least_loaded" if mode == "disaggregated" else "predicted"
-    simulated = bench.run(split, arrivals, from_s, auto=mode == "auto", policy=policy)
+    is_auto, policy = mode == "auto", colocated.policy_of(mode)
+    simulated = bench.run(colocated.split_of(mode), arrivals, from_s, auto=is_auto, policy=policy)
     return Row(run["point"], run["rate"], mode, _real(run), simulated)
 
 

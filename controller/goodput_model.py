@@ -225,8 +225,8 @@ class SplitService:
 
 
 def _without_spare(num_workers: int) -> float:
-    """Those of a role that are not kept in hand: that is twice the square root of their number, about what comes and
-    goes at random, so that a small pool keeps a larger share; an eighth of them always counts."""
+    """Counts those of a role that are not kept in hand: that is twice the square root of their number, about what comes
+    and goes at random, so that a small pool keeps a larger share; an eighth of them always counts."""
     return max(num_workers / 8, num_workers - 2 * math.sqrt(num_workers))
 
 

@@ -44,7 +44,7 @@ class KvSecret:
     def read(cls, path: Path) -> KvSecret:
         """Raises ConfigError for a file that is missing, too short, or readable by others."""
         try:
-            with path.open("rb") as file:
+            with path.expanduser().open("rb") as file:
                 mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
                 secret = file.read(_MOST_SECRET + 1)
         except OSError as error:

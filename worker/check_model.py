@@ -63,7 +63,7 @@ def _check_role(config: ModelConfig, role: str, workers: RoleWorkers) -> None:
     """Raises ConfigError with the role and the numbers that would do, or with the file of a key that is none."""
     if workers.are_here and workers.kv_key_file is not None:
         secret = importlib.import_module("kv_transfer.sealed").KvSecret
-        secret.read(Path(workers.kv_key_file).expanduser()).cipher(b"")
+        secret.read(Path(workers.kv_key_file)).cipher(b"")
     try:
         config = config.divided(workers.tensor_parallel, workers.expert_parallel, workers.split_latents)
     except ConfigError as error:

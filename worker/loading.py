@@ -235,7 +235,7 @@ def open_store(resolved: Resolved, tier: TierCopies | None) -> None:
 
 
 def _kv_secret(engine: EngineSection) -> KvSecret | None:
-    return None if engine.kv_key_file is None else KvSecret.read(Path(engine.kv_key_file).expanduser())
+    return None if engine.kv_key_file is None else KvSecret.read(Path(engine.kv_key_file))
 
 
 def make_transfer_engine(
