@@ -44,38 +44,30 @@ void mask_row(float* row, const uint32_t* words, int64_t width, float nothing) {
 }
 
 // The first of the largest numbers in a row among those that its words, as above, have a bit for; of all, without words
-// or where they have none.
+// or where they have none. Which are kept is asked where a block has a number larger than the best so far, or few bits.
 int64_t largest_kept(const float* row, const uint32_t* words, int64_t width, float nothing) {
-  constexpr int64_t kChunk = 2048;
+  constexpr int64_t kBlock = 64, kFew = 4;
   float best = nothing;
-  int64_t best_chunk = 0;
-  const auto word_at = [&](int64_t at) { return words ? words[at / 32] : 0xffffffffu; };
-  for (int64_t chunk = 0; chunk < width; chunk += kChunk) {
-    alignas(64) float lanes[32];
-    for (float& lane : lanes) lane = nothing;
-    int64_t at = chunk;
-    for (const int64_t end = std::min(chunk + kChunk, width); at + 32 <= end; at += 32) {
-      const uint32_t word = word_at(at);
-      if (!word) continue;
-#pragma omp simd
-      for (int64_t i = 0; i < 32; ++i) {
-        const float value = row[at + i], kept = (word >> i) & 1 ? value : nothing;
-        lanes[i] = kept > lanes[i] ? kept : lanes[i];
-      }
+  int64_t best_at = -1, first = -1;
+  for (int64_t block = 0; block < width; block += kBlock) {
+    const int64_t count = std::min(kBlock, width - block);
+    const float* values = row + block;
+    uint64_t kept = ~uint64_t{0} >> (kBlock - count);
+    if (words) kept &= words[block / 32] | (count > 32 ? uint64_t{words[block / 32 + 1]} << 32 : 0);
+    if (!kept) continue;
+    if (first < 0) first = block + __builtin_ctzll(kept);
+    if (count == kBlock && __builtin_popcountll(kept) > kFew) {
+      float largest = nothing;
+#pragma omp simd reduction(max : largest)
+      for (int64_t i = 0; i < kBlock; ++i) largest = values[i] > largest ? values[i] : largest;
+      if (!(largest > best)) continue;
     }
-    if (at < chunk + kChunk)
-      for (int64_t i = 0; at + i < width; ++i)
-        if ((word_at(at) >> i) & 1) lanes[i] = std::max(lanes[i], row[at + i]);
-    const float largest = *std::max_element(lanes, lanes + 32);
-    if (largest > best) best = largest, best_chunk = chunk;
+    for (; kept; kept &= kept - 1) {
+      const int64_t i = __builtin_ctzll(kept);
+      if (values[i] > best) best = values[i], best_at = block + i;
+    }
   }
-  int64_t first = -1;
-  for (int64_t at = best_chunk; at < width; ++at) {
-    if (!((word_at(at) >> (at % 32)) & 1)) continue;
-    if (row[at] >= best) return at;
-    if (first < 0) first = at;
-  }
-  return std::max(first, int64_t{0});
+  return std::max(best_at < 0 ? first : best_at, int64_t{0});
 }
 
 }  // namespace

@@ -274,12 +274,14 @@ def test_masks_by_the_kernel_are_those_by_torch(monkeypatch: pytest.MonkeyPatch,
 def test_tokens_are_the_same_whether_or_not_kernels_read_the_masks(
     monkeypatch: pytest.MonkeyPatch, vocab_size: int, temperatures: tuple[float, ...]
 ) -> None:
-    """With ties, masks that keep everything or the last token alone, and a row without one; logits stay as they are."""
+    """With ties, masks that keep everything, few tokens or the last one alone, and a row without; logits stay as they
+    are."""
     random = np.random.default_rng(vocab_size)
     words = random.integers(-(1 << 31), 1 << 31, (5, -(-vocab_size // 32))).astype(np.int32)
     words[0], words[1] = -1, 0
     words.view(np.uint8)[1, (vocab_size - 1) // 8] = 1 << (vocab_size - 1) % 8
     words[2, : len(words[2]) // 2] = 0
+    words[4] &= 1 << random.integers(0, 31, len(words[4]))
     logits = torch.randint(-3, 4, (6, vocab_size), generator=torch.Generator().manual_seed(1)).float()
     logits[3] = -torch.inf
     logits[3, vocab_size // 2] = 0
