@@ -233,7 +233,12 @@ def _headers_of(request: Request) -> tuple[tuple[str, str], ...]:
 
 
 async def read_body(request: Request, most_bytes: int, stalled_client_s: float) -> bytes:
-    """Raises OutOfRange for a body that is too large, TimeoutError when its client sends no more of it."""
+    """Raises InvalidRequest for a body that is compressed, OutOfRange for one that is too large, or says that it is
+    going to be, TimeoutError when its client sends no more of it."""
+    if (encoding := request.headers.get("content-encoding", "identity")).lower() != "identity":
+        raise InvalidRequest(f"the body is encoded as {encoding[:40]!r}; send it as it is, without Content-Encoding")
+    if int(request.headers.get("content-length") or 0) > most_bytes:
+        raise too_large(most_bytes)
     data = bytearray()
     async for part in parts_of(request, stalled_client_s):
         data += part

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 from pathlib import Path
@@ -89,7 +90,7 @@ async def test_what_nests_is_taken_up_to_a_depth(tmp_path: Path, around: str, wi
 
 
 async def test_a_body_that_is_no_json_or_too_large_is_refused(tmp_path: Path) -> None:
-    async with serving(tmp_path, pair(), max_message_bytes=5000) as (_, http):
+    async with serving(tmp_path, pair(), max_message_bytes=5000) as (router, http):
         for content in (b"", b"{", b"\xff\xfe", b"[" * 4000, b'"text"', b"null"):
             answer = await http.post("/v1/completions", content=content)
             error = answer.json()["error"]
@@ -97,6 +98,13 @@ async def test_a_body_that_is_no_json_or_too_large_is_refused(tmp_path: Path) ->
             assert error["param"] is None
         answer = await http.post("/v1/completions", json={"model": "model", "prompt": "a" * 6000})
         assert answer.status_code == 400 and "larger than 5000 bytes" in answer.json()["error"]["message"]
+        answer = await http.post("/v1/completions", content=b"\x1f\x8b", headers={"content-encoding": "gzip"})
+        assert answer.status_code == 400 and "is encoded as 'gzip'" in answer.json()["error"]["message"]
+        host, port = router.server.http_address.rsplit(":", 1)
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5001\r\n\r\n")
+        assert (await asyncio.wait_for(reader.readline(), 20)).startswith(b"HTTP/1.1 400")  # nothing of it was sent
+        writer.close()
 
 
 async def test_a_disk_that_is_full_is_503_and_the_next_upload_is_taken(
