@@ -57,7 +57,6 @@ from router.openai.http import (
     json_of,
     new_app,
     parse,
-    routes_of,
 )
 from router.openai.logprobs import TokenBytes
 from router.openai.schema import openapi
@@ -92,7 +91,7 @@ class OpenAiApp:
         self._can_serve = can_serve
         self._started_at = int(time.time())
         self._operations = [*self._own_operations(), *more_operations]
-        self.app = new_app([*routes_of(self._operations), *more_routes], site)
+        self.app = new_app(self._operations, more_routes, site)
 
     def _own_operations(self) -> list[Operation]:
         def get(

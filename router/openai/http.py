@@ -115,9 +115,28 @@ def _choose(endpoints: Mapping[str, Mapping[str, Handler]]) -> Handler:
     return endpoint
 
 
-def new_app(routes: Sequence[Route], site: OwnSite) -> ASGIApp:
-    """The application of all routes, for requests that no other site has a browser send."""
-    app = Starlette(routes=list(routes), exception_handlers={HTTPException: _not_found})
+def new_app(operations: Sequence[Operation], more_routes: Sequence[Route], site: OwnSite) -> ASGIApp:
+    """The application of all operations and routes, for requests that no other site has a browser send. What reaches
+    none of them is refused as the API is told whose path it begins with."""
+    dialects = {each.path: each.dialect for each in operations if each.dialect is not OPENAI}
+
+    def refusal(request: Request, failure: HttpFailure) -> JSONResponse:
+        path, request_id = request.url.path, _request_id(request)
+        of_path = (dialect for own, dialect in dialects.items() if f"{path}/".startswith(f"{own}/"))
+        return failed(next(of_path, OPENAI).failure(failure, request_id), request_id)
+
+    async def not_found(request: Request, error: Exception) -> Response:
+        """Refuses a path or a method that does not exist."""
+        assert isinstance(error, HTTPException)
+        reached = f"{request.method} {request.url.path[:200]}"
+        said = f"{reached}: {error.detail.lower()}; see /openapi.json for what is served"
+        code = "not_found" if error.status_code == 404 else "not_allowed"
+        answer = refusal(request, HttpFailure(error.status_code, code, said))
+        for name, value in (error.headers or {}).items():
+            answer.headers[name] = ", ".join(sorted(value.split(", "))) if name.lower() == "allow" else value
+        return answer
+
+    app = Starlette(routes=[*routes_of(operations), *more_routes], exception_handlers={HTTPException: not_found})
 
     async def checked_app(scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope)
@@ -125,7 +144,7 @@ def new_app(routes: Sequence[Route], site: OwnSite) -> ASGIApp:
             site.check(request.headers.get("host"), request.headers.get("origin"))
             _refuse_other_sites(request)
         except PermissionDenied as error:
-            await failed(failure_of(error), _request_id(request))(scope, receive, send)
+            await refusal(request, failure_of(error))(scope, receive, send)
         else:
             await app(scope, receive, send)
 
@@ -182,17 +201,6 @@ def _request_id(request: Request) -> str:
     given = request.headers.get("x-request-id", "")
     is_good = 0 < len(given) <= LONGEST_NAME and given.isascii() and given.isprintable()
     return given if is_good else f"req-{secrets.token_hex(12)}"
-
-
-async def _not_found(request: Request, error: Exception) -> Response:
-    """Refuses a path or a method that does not exist."""
-    assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path[:200]}: {error.detail.lower()}; see /openapi.json for what is served"
-    code = "not_found" if error.status_code == 404 else "not_allowed"
-    answer = failed(HttpFailure(error.status_code, code, message), _request_id(request))
-    for name, value in (error.headers or {}).items():
-        answer.headers[name] = ", ".join(sorted(value.split(", "))) if name.lower() == "allow" else value
-    return answer
 
 
 @dataclass(frozen=True)

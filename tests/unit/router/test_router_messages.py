@@ -160,6 +160,21 @@ async def test_a_refusal_is_anthropics(
     assert found["request_id"] == answer.headers["request-id"] == "mine"
 
 
+async def test_what_is_refused_before_a_route_is_reached_is_refused_in_its_dialect(tmp_path: Path) -> None:
+    async with serving(tmp_path, ()) as (_, http):
+        refused = {
+            405: await http.get(PATH),
+            404: await http.post(f"{PATH}/batches"),
+            403: await http.post(PATH, headers={"sec-fetch-site": "cross-site"}),
+        }
+        others = await http.get("/v1/messages_of_others")
+    for status, answer in refused.items():
+        told = answer.json()
+        assert (answer.status_code, told["type"], told["request_id"]) == (status, "error", answer.headers["request-id"])
+    assert refused[405].headers["allow"] == "POST"
+    assert set(others.json()) == {"error"}
+
+
 async def test_load_keys_and_long_bodies_have_their_statuses(tmp_path: Path) -> None:
     keys = (ApiKey("alice", digest_of("baton-a"), "acme", ("generate",)),)
     (tmp_path / "keys.yaml").write_text(render_keys(keys))
