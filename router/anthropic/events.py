@@ -12,7 +12,6 @@ events, and may be cut elsewhere the next time, so that what the client has of i
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from router.anthropic.answers import (
 from router.anthropic.bodies import MessagesBody
 from router.anthropic.errors import NAMES, told
 from router.anthropic.specs import has_cache_marks, tool_use_id
-from router.api.call import parts_of
+from router.api.call import parts_of, read_arguments
 from router.openai.completions import GENERATION_ID, joined_calls
 from router.openai.errors import HttpFailure, failure_of, timing_of
 
@@ -77,7 +76,7 @@ class MessageForm:
             if part.HasField("tool_call"):
                 call = calls.pop(part.tool_call.index, None)
                 if call is not None:
-                    blocks.append(_tool_use(call, json.loads(call.arguments)))
+                    blocks.append(_tool_use(call, read_arguments(call.arguments) or {}))
             elif part.HasField("reasoning"):
                 if last is None or last["type"] != "thinking":
                     last = ThinkingAnswerBlock(type="thinking", thinking="", signature=signature)

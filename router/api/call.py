@@ -7,6 +7,7 @@ The rest of the router sees requests as `ValidatedRequest` and clients as `Princ
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -136,6 +137,19 @@ class OutputParts(Protocol):
 def parts_of(delta: generation_pb2.SequenceDelta) -> Sequence[generation_pb2.OutputPart]:
     """What a delta holds, in order."""
     return delta.parts or ([generation_pb2.OutputPart(text=delta.text)] if delta.text else ())
+
+
+def read_arguments(text: str) -> dict[str, Any] | None:
+    """The object that the arguments of a call are; None: they are none. Half a character, which JSON may have and no
+    text, is one that is unknown."""
+    try:
+        found = json.loads(text or "{}")
+        if "\\ud" in text.lower():
+            units = json.dumps(found, ensure_ascii=False).encode("utf-16", "surrogatepass")
+            found = json.loads(units.decode("utf-16", "replace"))
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 @dataclass(frozen=True)

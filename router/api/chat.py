@@ -14,7 +14,7 @@ from typing import Any, get_args
 from google.protobuf import struct_pb2
 
 from cluster.pb import generation_pb2
-from router.api.call import MOST_MESSAGES, MOST_TOOLS, Effort
+from router.api.call import MOST_MESSAGES, MOST_TOOLS, Effort, read_arguments
 from router.api.infill import Infill
 from router.api.violations import Violations, shortened
 
@@ -179,10 +179,7 @@ def _check_call(call: Any, violations: Violations, field: str, called: set[str])
         called.add(call["id"])
     arguments = function.get("arguments", "{}")
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except ValueError:
-            arguments = None
+        arguments = read_arguments(arguments)
     if not isinstance(arguments, dict):
         violations.add(f"{field}.function.arguments", "must be the text of a JSON object")
     function["arguments"] = arguments

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from router.api.call import read_arguments
 from router.api.violations import Violations, shortened
 from router.responses.custom_tools import arguments_of
 from router.responses.position import RESPONSE
@@ -171,7 +171,7 @@ def _texts(content: object, field: str, wrong: Violations) -> list[str]:
 
 def _call(item: Item, field: str, called: set[str], wrong: Violations) -> Item:
     call, arguments = _named_call(item, field, called, wrong), item.get("arguments")
-    if not _is_object(arguments):
+    if not isinstance(arguments, str) or read_arguments(arguments) is None:
         wrong.add(f"{field}.arguments", "must be the text of a JSON object")
     return call | {"arguments": arguments}
 
@@ -196,13 +196,6 @@ def _named_call(item: Item, field: str, called: set[str], wrong: Violations) -> 
         wrong.add(f"{field}.namespace", "must be the name of a namespace among the tools")
     call = {"status": "completed", "call_id": call_id, "name": name}
     return call | ({"namespace": namespace} if namespace else {})
-
-
-def _is_object(text: object) -> bool:
-    try:
-        return isinstance(text, str) and isinstance(json.loads(text or "{}"), dict)
-    except (ValueError, RecursionError):
-        return False
 
 
 def _call_output(item: Item, field: str, called: set[str], wrong: Violations) -> Item:

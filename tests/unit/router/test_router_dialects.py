@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -133,3 +134,45 @@ async def test_a_choice_of_what_is_not_there_is_refused(http: Any, path: str) ->
 async def test_what_must_be_an_object_is_told_so(http: Any) -> None:
     answer = await http.post(MESSAGES, json=asked(MESSAGES, tools=[tool(MESSAGES)], tool_choice="auto"))
     assert answer.json()["error"]["message"] == "tool_choice: must be an object"
+
+
+HALF = r'{"city": "\ud83d!"}'
+"""Which is JSON, but half of a character is no text."""
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+async def test_half_a_character_in_a_call_is_told_and_taken_back(tmp_path: Path, path: str) -> None:
+    call = f'<tool_call>\n{{"name": "w", "arguments": {HALF}}}\n</tool_call>'
+    async with serving(tmp_path, pair(lambda _: [ids(call)]), chat_template=TEMPLATE) as (_, http):
+        answer = await http.post(path, json=asked(path, tools=[tool(path)]))
+        assert answer.status_code == 200, answer.text
+        told = answer.json()
+        if path == CHAT:
+            message = told["choices"][0]["message"]
+            (called,) = message["tool_calls"]
+            assert called["function"]["arguments"] == HALF
+            taken = [message, {"role": "tool", "tool_call_id": called["id"], "content": "warm"}]
+        elif path == RESPONSES:
+            (called,) = told["output"]
+            assert called["arguments"] == HALF
+            taken = [called, {"type": "function_call_output", "call_id": called["call_id"], "output": "warm"}]
+        else:
+            (called,) = told["content"]
+            assert called["input"] == {"city": "\ufffd!"}
+            result = {"type": "tool_result", "tool_use_id": called["id"], "content": "warm"}
+            taken = [{"role": "assistant", "content": told["content"]}, {"role": "user", "content": [result]}]
+        again = asked(path, tools=[tool(path)])
+        again["input" if path == RESPONSES else "messages"] += taken
+        answer = await http.post(path, json=again)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("depth", [960, 5000])
+async def test_arguments_that_nest_too_deep_are_named(http: Any, depth: int) -> None:
+    arguments = '{"a":' * depth + "1" + "}" * depth
+    function = {"name": "w", "arguments": arguments}
+    call = {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": function}]}
+    body = {"model": "model", "messages": [{"role": "user", "content": "hi"}, call]}
+    assert await refused(http, CHAT, body) == "messages[1].tool_calls[0].function.arguments"
+    body = {"model": "model", "input": [{"type": "function_call", "call_id": "a", **function}]}
+    assert await refused(http, RESPONSES, body) == "input[0].arguments"
