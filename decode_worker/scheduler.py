@@ -95,19 +95,27 @@ class DecodeScheduler:
     def admit(self) -> list[Sequence]:
         """Moves waiting sequences into the batch while places and blocks last, each once its cached blocks are there;
         returns those moved."""
-        started, lost = take_arrived(self._loading, self._blocks)
+        started = self._start()
+        while self._waiting and self._num_places(self._waiting[0].fan_out) <= self._max_num_seqs:
+            if not claim_blocks(self._waiting[0], self._blocks):
+                break
+            self._loading.append(self._waiting.pop(0))
+        return started + self._start()
+
+    def _start(self) -> list[Sequence]:
+        """Has those run whose cached blocks are there, and counts where preempted ones have found what they had; those
+        that have lost some wait again."""
+        arrived, lost = take_arrived(self._loading, self._blocks)
         for sequence in lost:
             self.add(sequence)
-        while self._waiting and self._num_places(self._waiting[0].fan_out) <= self._max_num_seqs:
-            if not self._claim(self._waiting[0]):
-                break
-            sequence = self._waiting.pop(0)
-            is_there = self._blocks.have_arrived(sequence.block_table) is not None
-            (started if is_there else self._loading).append(sequence)
-        for sequence in started:
+        for sequence in arrived:
+            if sequence.num_preempted_tokens:
+                self.resumed_tokens.update(sequence.hits)
+                num_found = sum(sequence.hits.values())
+                self.resumed_tokens["computed"] += max(0, sequence.num_preempted_tokens - num_found)
             sequence.num_preempted_tokens = 0
             self.join(sequence)
-        return started
+        return arrived
 
     def most_blocks_due(self) -> int:
         """Blocks that the running sequences may need for the next step, once the one under way has ended."""
@@ -197,17 +205,6 @@ class DecodeScheduler:
         row = sequence.num_computed_tokens // blocks.block_size * len(blocks.groups)
         is_here = not blocks.has_windows or min(table[row : row + len(blocks.groups)], default=0) >= 0
         return not is_here and not cover_blocks(sequence, blocks)
-
-    def _claim(self, sequence: Sequence) -> bool:
-        """As `claim_blocks`, and counts where a preempted sequence finds what it had."""
-        before = self._blocks.hit_tokens.copy()
-        if not claim_blocks(sequence, self._blocks):
-            return False
-        if sequence.num_preempted_tokens:
-            found = self._blocks.hit_tokens - before
-            self.resumed_tokens.update(found)
-            self.resumed_tokens["computed"] += max(0, sequence.num_preempted_tokens - found.total())
-        return True
 
     def _preempt_youngest(self) -> Sequence:
         """Preempts one of those that run, or whose blocks are on their way: what arrives stays cached."""

@@ -7,6 +7,7 @@ Knows nothing of hand-offs, routers or the order in which sequences run.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from cluster.kv_groups import KvGroup
 from cluster.lifecycle import RequestKey
 from cluster.pb import worker_pb2
 from engine.kv.block_manager import BlockManager
+from engine.kv.kv_tier import KvTierName
 from engine.kv.retention import Session, SessionName
 from engine.sampling.constraint import Constraint
 from engine.sampling.params import SampledToken, SampleRow, SamplingParams
@@ -123,6 +125,8 @@ class Sequence:
     """As `engine.kv.block_manager` says: a block of each group of layers in turn, or -1."""
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
+    hits: Mapping[KvTierName, int] = field(default_factory=Counter)
+    """Its cached tokens, by where they were found."""
     num_landed_tokens: int = 0
     """Tokens that were computed elsewhere: of a window, what the one behind them sees is here."""
     unread_row: int | None = None
@@ -211,8 +215,9 @@ class Sequence:
         return [SampleRow(self.request.params, self.index + i, prompt, output, num_unread) for i in range(self.fan_out)]
 
 
-def claim_blocks(sequence: Sequence, blocks: BlockManager, *, is_landing: bool = False) -> bool:
-    """Gives a sequence blocks for all its tokens, prefix cache first. False, and nothing held, when they do not fit.
+def claim_blocks(sequence: Sequence, blocks: BlockManager, *, is_landing: bool = False, num_beside: int = 0) -> bool:
+    """Gives a sequence blocks for all its tokens, prefix cache first. False, and nothing held, when they do not fit, or
+    would not leave `num_beside` others.
 
     Cached ones may still be arriving (`have_arrived`). Of a window those for its next tokens (`cover_blocks` gives it
     more as it goes on), or where the KV `is_landing`, computed elsewhere, those for what the token behind it sees. A
@@ -235,10 +240,12 @@ def claim_blocks(sequence: Sequence, blocks: BlockManager, *, is_landing: bool =
         elif group.window is not None:
             last = min(end, blocks_for(num_cached + AHEAD_TOKENS, size))
         spans.append(range(first, last))
-    if not blocks.can_allocate(sum(map(len, spans))):
+    if not blocks.can_allocate(sum(map(len, spans)) + num_beside):
         blocks.release(cached)
         return False
-    blocks.count_hits(cached)
+    sequence.hits = blocks.where_found(cached)
+    if is_landing:  # of what is in the pool
+        blocks.count_hits(cached, sequence.hits)
     sequence.num_landed_tokens = num_tokens if is_landing else 0
     sequence.block_table = table_of(cached)
     sequence.num_computed_tokens = sequence.num_cached_tokens = num_cached
@@ -248,14 +255,17 @@ def claim_blocks(sequence: Sequence, blocks: BlockManager, *, is_landing: bool =
 
 def take_arrived(loading: list[Sequence], blocks: BlockManager) -> tuple[list[Sequence], list[Sequence]]:
     """Takes out of `loading` the sequences that wait for no cached block any more; returns those that have all of them,
-    and those that have lost some, which hold nothing then and are to claim blocks anew."""
+    whose hits are counted, and those that have lost some, which hold nothing then and are to claim blocks anew."""
     arrived: list[Sequence] = []
     lost: list[Sequence] = []
     for sequence in loading:
         num_found = sequence.num_cached_tokens // blocks.block_size * len(blocks.groups)
-        have_arrived = blocks.have_arrived(sequence.block_table[:num_found])
+        cached = sequence.block_table[:num_found]
+        have_arrived = blocks.have_arrived(cached)
         if have_arrived is not None:
             (arrived if have_arrived else lost).append(sequence)
+        if have_arrived:
+            blocks.count_hits(cached, sequence.hits)
     for sequence in arrived + lost:
         loading.remove(sequence)
     for sequence in lost:

@@ -55,9 +55,8 @@ class PrefillScheduler:
         started, lost = take_arrived(self._loading, blocks)
         self._waiting.extendleft(reversed(lost))
         while self._waiting and claim_blocks(self._waiting[0], blocks):
-            sequence = self._waiting.popleft()
-            is_there = blocks.have_arrived(sequence.block_table) is not None
-            (started if is_there else self._loading).append(sequence)
+            self._loading.append(self._waiting.popleft())
+        started += take_arrived(self._loading, blocks)[0]
         self._running += started
         return started
 

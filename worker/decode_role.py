@@ -302,10 +302,7 @@ class DecodeRole:
     def _reserve(self, task: DecodeTask, num_blocks_due: int) -> bool:
         n, num_tokens = task.num_seqs, task.prompt.num_tokens
         num_spare = max(0, n - 1 if num_tokens % self._blocks.block_size else n) * len(self._blocks.groups)
-        if not claim_blocks(task.prompt, self._blocks, is_landing=True):
-            return False
-        if not self._blocks.can_allocate(num_spare + num_blocks_due):
-            release_blocks(task.prompt, self._blocks)
+        if not claim_blocks(task.prompt, self._blocks, is_landing=True, num_beside=num_spare + num_blocks_due):
             return False
         task.spare = self._blocks.allocate(num_spare)
         task.is_reserved = True

@@ -16,7 +16,7 @@ Knows nothing of tensors, requests or time. Used from one thread.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, Iterable, MutableMapping, MutableSequence, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, MutableSequence, Sequence, Set
 from itertools import islice, takewhile
 
 from cluster import prefix_hash
@@ -208,9 +208,13 @@ class BlockManager:
             self._refcounts[block] += 1
         return table
 
-    def count_hits(self, table: Sequence[int]) -> None:
-        """Counts what `match_prefix` has found, once it is used."""
-        self.hit_tokens["device"] += len(table) // len(self.groups) * self.block_size
+    def where_found(self, table: Sequence[int]) -> Counter[KvTierName]:
+        """The tokens of what `match_prefix` has just found, by where they are."""
+        return Counter[KvTierName]({"device": len(table) // len(self.groups) * self.block_size})
+
+    def count_hits(self, table: Sequence[int], found: Mapping[KvTierName, int]) -> None:
+        """Counts what `match_prefix` has found, and where (`where_found`), once it has arrived and is used."""
+        self.hit_tokens.update(found)
 
     def _num_usable(self, digests: Sequence[bytes], num_landing: int) -> int:
         """The most of these blocks behind which every group has what a token sees."""
@@ -230,12 +234,7 @@ class BlockManager:
         return [group.first_seen(num_tokens) // self.block_size for group in self.groups]
 
     def publish(
-        self,
-        token_ids: Sequence[int],
-        block_table: Sequence[int],
-        salt: bytes,
-        num_computed: int,
-        num_landed: int = 0,
+        self, token_ids: Sequence[int], block_table: Sequence[int], salt: bytes, num_computed: int, num_landed: int = 0
     ) -> None:
         """Makes the full blocks of a sequence findable, as far as the KV of its first `num_computed` tokens reaches.
         Of the first `num_landed`, computed elsewhere, a window may hold no more than the token behind them sees.

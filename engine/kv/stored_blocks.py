@@ -12,14 +12,14 @@ Decides only; knows no network, and no time. Used from one thread.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain, islice
 
 from cluster import prefix_hash
 from cluster.config.choices import KvStorePolicyName
 from cluster.kv_groups import KvGroup
 from engine.kv import kv_tier
-from engine.kv.kv_tier import BlockMove, KvTier, MoveKind, TierKey
+from engine.kv.kv_tier import BlockMove, KvTier, KvTierName, MoveKind, TierKey
 from engine.kv.tiered_blocks import MOST_MOVES, TieredBlocks
 
 MOST_KNOWN = 65_536
@@ -74,12 +74,12 @@ class StoredBlocks(TieredBlocks):
             [(place, digest) for place in places]
             for digest in prefix_hash.prefix_hashes(token_ids, self.block_size, salt)
         ]
-        missing = (at for at, row in enumerate(rows) if not all(self._is_above(*key) for key in row))
+        is_above = super()._is_known
+        missing = (at for at, row in enumerate(rows) if not all(is_above(*key) for key in row))
         return rows[next(missing, len(rows)) :]
 
-    def _is_above(self, place: int, digest: bytes) -> bool:
-        key = (place, digest)
-        return digest in self._published[place] or key in self._arriving_at or self._is_below(key)
+    def _is_known(self, place: int, digest: bytes) -> bool:
+        return super()._is_known(place, digest) or (place, digest) in self.store
 
     def learn(self, keys: Iterable[TierKey], gone: Iterable[TierKey] = ()) -> None:
         """The store has answered: these are there, and those that are `gone` are not."""
@@ -105,13 +105,13 @@ class StoredBlocks(TieredBlocks):
 
     # Wanting
 
-    def count_hits(self, table: Sequence[int]) -> None:
-        super().count_hits(table)
+    def count_hits(self, table: Sequence[int], found: Mapping[KvTierName, int]) -> None:
+        super().count_hits(table, found)
         if self._policy != "reused":
             return
         count, new = len(self.groups), list[TierKey]()
         for place in range(count):
-            keys = [self._arriving.get(block) or self._key_of(block) for block in table[place::count] if block >= 0]
+            keys = [self._key_of(block) for block in table[place::count] if block >= 0]
             is_begun = bool(keys) and self._is_stored(keys[0])
             for key in reversed(keys):
                 if not self._is_stored(key):
@@ -125,12 +125,7 @@ class StoredBlocks(TieredBlocks):
         return key in self.store or key in self._pushing or key in self._wanted
 
     def publish(
-        self,
-        token_ids: Sequence[int],
-        block_table: Sequence[int],
-        salt: bytes,
-        num_computed: int,
-        num_landed: int = 0,
+        self, token_ids: Sequence[int], block_table: Sequence[int], salt: bytes, num_computed: int, num_landed: int = 0
     ) -> None:
         self._is_private = salt.startswith(prefix_hash.PRIVATE)
         super().publish(token_ids, block_table, salt, num_computed, num_landed)

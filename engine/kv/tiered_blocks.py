@@ -23,7 +23,7 @@ from itertools import chain, islice, takewhile
 from cluster import prefix_hash
 from cluster.kv_groups import KvGroup
 from engine.kv import kv_tier
-from engine.kv.kv_tier import BlockMove, KvTier, MoveKind, TierCounts, TierKey
+from engine.kv.kv_tier import BlockMove, KvTier, KvTierName, MoveKind, TierCounts, TierKey
 from engine.kv.retaining_blocks import RetainingBlocks
 
 MOST_MOVES = 2
@@ -117,14 +117,15 @@ class TieredBlocks(RetainingBlocks):
         """The way up of what is not in the pool."""
         return MoveKind.LOAD if key in self.host else MoveKind.READ
 
-    def count_hits(self, table: Sequence[int]) -> None:
+    def where_found(self, table: Sequence[int]) -> Counter[KvTierName]:
         if not self._arriving:
-            return super().count_hits(table)
-        count = len(self.groups)
+            return super().where_found(table)
+        count, found = len(self.groups), Counter[KvTierName]()
         for row in range(0, len(table), count):
             kinds = {self._kind_of(self._arriving[each]) for each in table[row : row + count] if each in self._arriving}
             lowest = [tier for kind, tier in kv_tier.FROM.items() if kind in kinds][-1:]
-            self.hit_tokens[lowest[0] if lowest else "device"] += self.block_size
+            found[lowest[0] if lowest else "device"] += self.block_size
+        return found
 
     def _find(self, token_ids: Sequence[int], salt: bytes) -> tuple[list[int], dict[int, TierKey]]:
         """The longest table that pool and tier have together, and the keys of what the pool lacks, by its place in the
@@ -146,8 +147,7 @@ class TieredBlocks(RetainingBlocks):
         return table, missing
 
     def _is_known(self, place: int, digest: bytes) -> bool:
-        key = (place, digest)
-        return digest in self._published[place] or key in self._arriving_at or self._can_load(key)
+        return digest in self._published[place] or (key := (place, digest)) in self._arriving_at or self._is_below(key)
 
     def _is_below(self, key: TierKey) -> bool:
         return key in self.host or key in self.disk

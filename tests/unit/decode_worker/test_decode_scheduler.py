@@ -217,6 +217,14 @@ def test_a_preempted_sequence_whose_load_fails_is_computed(tiered: TieredBlocks)
     scheduler.remove(old)
     run(scheduler, tiered, 4, fails=True)
     assert tiered.counts.failed and young.num_remaining == 1 and scheduler.resumed_tokens["computed"] >= 24
+    assert not scheduler.resumed_tokens["host"] and not tiered.hit_tokens["host"]
+
+
+def test_as_many_as_wait_are_admitted_as_there_are_places(tiered: TieredBlocks) -> None:
+    scheduler = DecodeScheduler(tiered, 2)
+    for arrival in range(3):
+        scheduler.add(Sequence(Request(RequestKey(f"r{arrival}", 1), (1, 2, arrival), SamplingParams()), 0, arrival))
+    assert len(scheduler.admit()) == scheduler.num_running == 2 and scheduler.num_waiting == 1
 
 
 def test_one_whose_blocks_are_on_their_way_gives_way_to_an_older_one(tiered: TieredBlocks) -> None:

@@ -11,7 +11,7 @@ from cluster.lifecycle import RequestKey
 from engine.kv.block_manager import BlockManager
 from engine.kv.tiered_blocks import TieredBlocks
 from engine.sampling.params import SamplingParams
-from engine.sequence import Request, Sequence, claim_blocks, cover_blocks, most_blocks, settle_blocks
+from engine.sequence import Request, Sequence, claim_blocks, cover_blocks, most_blocks, settle_blocks, take_arrived
 from engine.step_input import table_of
 
 GROUPS = (KvGroup((0,)), KvGroup((1,), window=6))
@@ -109,8 +109,10 @@ def test_hits_are_counted_in_tokens_by_where_they_were_found_and_only_if_the_pro
         sequence = Sequence.root(request, 0)
         if not claim_blocks(sequence, blocks):
             return False
-        if blocks.have_arrived(sequence.block_table[: sequence.num_cached_tokens // 2]) is None:
+        loading = [sequence]
+        if not take_arrived(loading, blocks)[0]:
             settle()
+            take_arrived(loading, blocks)
         sequence.num_computed_tokens = num_tokens
         settle_blocks(sequence, blocks, sequence.num_cached_tokens)
         blocks.release(sequence.block_table)
@@ -122,3 +124,32 @@ def test_hits_are_counted_in_tokens_by_where_they_were_found_and_only_if_the_pro
     assert not ask(105, num_tokens=11) and not blocks.hit_tokens.total()
     for first, tier in ((105, "device"), (102, "host"), (100, "disk")):
         assert ask(first) and blocks.hit_tokens.pop(tier) == 4 and not blocks.hit_tokens.total()
+
+
+def test_a_load_that_fails_is_no_hit() -> None:
+    def move(error: str = "") -> None:
+        for each in blocks.take_moves():
+            blocks.moved(each, error)
+
+    def claim(first: int) -> Sequence:
+        request = Request(RequestKey("r", 1), tuple(range(first, first + 5)), SamplingParams(max_output_tokens=1))
+        sequence = Sequence.root(request, 0)
+        assert claim_blocks(sequence, blocks)
+        return sequence
+
+    blocks = TieredBlocks(4, 2, num_slots=8, num_ahead=4)
+    for first in (100, 200):
+        sequence = claim(first)
+        sequence.num_computed_tokens = 5
+        settle_blocks(sequence, blocks, 0)
+        blocks.release(sequence.block_table)
+        move()
+    sequence = claim(100)
+    move("it fails")
+    arrived, lost = take_arrived([sequence], blocks)
+    assert (
+        sequence.hits == {"device": 2, "host": 2}
+        and lost == [sequence]
+        and not arrived
+        and not blocks.hit_tokens.total()
+    )

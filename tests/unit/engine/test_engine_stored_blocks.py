@@ -24,7 +24,7 @@ def come(manager: StoredBlocks, tokens: list[int], salt: bytes = b"") -> None:
     """A prompt comes, is computed, and goes."""
     table = manager.match_prefix(tokens, salt)
     assert manager.have_arrived(table)
-    manager.count_hits(table)
+    manager.count_hits(table, manager.where_found(table))
     table = table + manager.allocate(-(-len(tokens) // 2) - len(table))
     manager.publish(tokens, table, salt, len(tokens))
     manager.release(table)
