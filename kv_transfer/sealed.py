@@ -39,6 +39,7 @@ class KvSecret:
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
+        self.size_bytes = len(secret)
 
     @classmethod
     def read(cls, path: Path) -> KvSecret:

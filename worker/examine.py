@@ -28,6 +28,7 @@ import torch
 import torch.cuda.nccl
 import torch.distributed
 
+from cluster.config.schema import EngineSection
 from cluster.errors import BatonError, CheckpointError, ConfigError
 from cluster.model_folder import weight_files
 from cluster.program import ExitCode, free_memory_bytes
@@ -41,7 +42,7 @@ from engine.models.config import ModelConfig
 from engine.models.folder import read_model
 from engine.quantization.interface import TritonProducts
 from kv_transfer.transports.selection import supported
-from worker.loading import expect_memory, kv_disk_path
+from worker.loading import expect_memory, kv_disk_path, kv_secret
 from worker.resolved import checkpoint_digest, resolve
 
 Part = dict[str, Any]
@@ -129,6 +130,7 @@ def _worker(settings: WorkerSettings) -> dict[str, Part]:
     return {
         "device": device,
         "sizes": _part(lambda: _sizes(settings)),
+        "kv_key": _part(lambda: _kv_key(settings.engine)),
         "transports": _part(lambda: supported(wanted, settings.transfer.transport)),
         "attention": _part(lambda: _attention(settings, kind)) if kind else device,
         "kernels": _part(lambda: _kernels(settings, kind)) if kind else device,
@@ -199,6 +201,15 @@ def _below(settings: WorkerSettings, plan: MemoryPlan) -> dict[str, Any]:
         below |= {"disk_path": str(path), "disk_free_bytes": shutil.disk_usage(there).free + kept}
         below["disk_is_writable"] = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
     return below
+
+
+def _kv_key(engine: EngineSection) -> dict[str, Any] | None:
+    """None: no KV is encrypted. Of the key no more than its length, and a name that is equal where it is."""
+    if (secret := kv_secret(engine)) is None:
+        return None
+    secret.cipher(b"")
+    told = {"path": engine.kv_key_file, "size_bytes": secret.size_bytes, "name": secret.namespace(b"").hex()}
+    return {**told, "has_disk": engine.kv_disk_bytes > 0, "has_store": engine.kv_store_bytes > 0}
 
 
 def _dtype(settings: WorkerSettings, device: str) -> torch.dtype:

@@ -200,7 +200,7 @@ def disk_folder(resolved: Resolved, number: int = 0) -> DiskFolder | None:
         return None
     path = kv_disk_path(engine)
     try:
-        return DiskFolder(path, resolved.layout, number, resolved.settings.role, _kv_secret(engine))
+        return DiskFolder(path, resolved.layout, number, resolved.settings.role, kv_secret(engine))
     except OSError as error:
         raise ConfigError(f"kv_disk_path: {path} cannot be used: {error.strerror}") from error
 
@@ -231,10 +231,11 @@ def open_store(resolved: Resolved, tier: TierCopies | None) -> None:
         raise ConfigError(f"kv_store_path: {what}") from error
     form = resolved.settings.transfer.wire_format
     sizes = tier.block_bytes, engine.kv_store_bytes
-    tier.store = StoreObjects(store, resolved.layout, form, rank, *sizes, _kv_secret(engine))
+    tier.store = StoreObjects(store, resolved.layout, form, rank, *sizes, kv_secret(engine))
 
 
-def _kv_secret(engine: EngineSection) -> KvSecret | None:
+def kv_secret(engine: EngineSection) -> KvSecret | None:
+    """What KV outside of the process is encrypted with, if it is. Raises ConfigError."""
     return None if engine.kv_key_file is None else KvSecret.read(Path(engine.kv_key_file))
 
 

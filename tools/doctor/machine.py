@@ -194,6 +194,27 @@ def kv_disk(subject: Subject) -> Iterator[Finding]:
 
 
 @check()
+def kv_key(subject: Subject) -> Iterator[Finding]:
+    """The file with the key that encrypts KV on the disk and in the store: whether workers would take it, and whether
+    both roles have the same."""
+    remedy = "make one, the same on every node: (umask 077; head -c 32 /dev/urandom > FILE)"
+    answers = yield from _answers(subject, "kv_key", remedy, needs_device=False)
+    given = [(role, answer) for role, answer in answers if answer is not None]
+    if answers and not given:
+        yield skipped("no KV is encrypted: engine.kv_key_file is not set")
+    for role, answer in given:
+        found = f"{role}: {answer['path']} holds {answer['size_bytes']} bytes"
+        used = ["on the disk"] * answer["has_disk"] + ["in the store"] * answer["has_store"]
+        if used:
+            yield ok(f"{found}, for KV {' and '.join(used)}", size_bytes=answer["size_bytes"])
+        else:
+            yield warning(f"{found}; nothing is encrypted with it", "set engine.kv_disk_bytes or kv_store_bytes")
+    if len({answer["name"] for _, answer in given}) > 1 and all(answer["has_store"] for _, answer in given):
+        remedy = "name one file as engine.kv_key_file for both"
+        yield warning("the roles have different keys: neither finds what the other has put in the store", remedy)
+
+
+@check()
 def shared_memory(subject: Subject) -> Iterator[Finding]:
     """/dev/shm, which Ray and NCCL use, and memory for the slots of hand-offs.
 
