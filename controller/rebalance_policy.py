@@ -40,6 +40,12 @@ _OUTPUTS_END = 3.0
 """Nearly all outputs have ended after so many times the mean one."""
 _BURST = 0.6
 """Share of what is asked for that the best split serves in a burst that is beyond the cluster, at most."""
+_BURST_S = 30.0
+"""A load that has been the same for longer is no burst."""
+_SHORT = 0.75
+"""Share of what is asked for that the best split serves where more comes than these workers can do."""
+_LESS_IN_HAND = 0.1
+"""Share by which a split that keeps fewer workers in hand must serve more there, at least."""
 _HOLDS_S = 300.0
 """Seconds for which what was seen of a split is believed while the cluster has another."""
 
@@ -173,15 +179,20 @@ class AutoRatio:
         score = cache(lambda split: score_of(service, split, bounds, asked, seen, doubt))
         best = best_split(score, bounds, num_prefill)
         served = score(best)
-        is_burst = not seen and served < _BURST * asked  # what splits were seen to serve says more than a rule
+        steady = cache(lambda split: service.steady(split, bounds.num_workers))
+        # What splits were seen to serve says more than a rule.
+        is_burst = not seen and served < _BURST * asked and window_s <= _BURST_S
         if is_burst:
-            best = best_split(lambda split: service.steady(split, bounds.num_workers), bounds, num_prefill)
+            best = best_split(steady, bounds, num_prefill)
         # Also in a burst, what is moved for is a gain now.
         gain = score(best) / score(num_prefill) - 1 if score(num_prefill) > 0 else math.inf
         summary = _summary(score, service, asked, usual, rate, bounds, num_prefill, best, seen)
         if is_burst:
             summary += "; more than any split serves: each role keeps workers in hand"
-        if best != num_prefill and gain > self._patience.margin:
+        margin = self._patience.margin
+        if served < _SHORT * asked and steady(best) < steady(num_prefill):
+            margin = max(margin, _LESS_IN_HAND)
+        if best != num_prefill and gain > margin:
             self._size = None
             held = self._hold(now, best, num_prefill, _OUTPUTS_END * usual.output_s(worker.costs.decode))
             if held is not None:

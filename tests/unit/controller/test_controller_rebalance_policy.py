@@ -27,10 +27,10 @@ class Clock:
         self.moves: list[tuple[float, int]] = []
         self.why = ""
 
-    def run(self, seconds: int, demand: Demand) -> None:
+    def run(self, seconds: int, demand: Demand, window_s: float = WINDOW_S) -> None:
         for _ in range(seconds):
             self.now += 1
-            verdict = self.auto.decide(SplitQuestion(self.now, demand, WINDOW_S, WORKER, self.bounds, self.num_prefill))
+            verdict = self.auto.decide(SplitQuestion(self.now, demand, window_s, WORKER, self.bounds, self.num_prefill))
             self.why = verdict.why
             if verdict.moves:
                 before, after = self.bounds.num_workers, verdict.num_workers
@@ -88,6 +88,21 @@ def test_in_a_burst_beyond_the_cluster_each_role_keeps_workers_in_hand() -> None
             clock.run(60, load(rate * num_workers / 64, 800, 60))
             assert abs(clock.num_prefill - num_prefill) <= 1, (num_workers, rate)
             assert ("each role keeps workers in hand" in clock.why) is is_burst
+
+
+def test_what_has_come_for_long_is_no_burst() -> None:
+    """The split then is the one that serves most."""
+    clock = Clock(4, bounds=SplitBounds(num_workers=16))
+    clock.run(60, load(50.0, 800, 60))
+    clock.run(60, load(300.0, 800, 60), window_s=6 * WINDOW_S)
+    assert [num_prefill for _, num_prefill in clock.moves] == [10, 13]
+
+
+def test_where_more_comes_than_any_split_serves_workers_in_hand_are_not_given_up_for_little() -> None:
+    for num_prefill, moves in ((50, []), (40, [54])):
+        clock = Clock(num_prefill, bounds=SplitBounds(num_workers=64))
+        clock.run(60, load(140.0, 800, 60))
+        assert [split for _, split in clock.moves] == moves, num_prefill
 
 
 def test_who_moved_stays_for_a_while() -> None:
