@@ -345,15 +345,15 @@ def main(
     try:
         with tempfile.TemporaryDirectory(prefix="baton-benchmark-") as folder:
             path = model or make_model(Shape.M, Path(folder))
+            longest = read_model(path).max_position_embeddings
+            if max(prompt) > longest:
+                raise typer.BadParameter(f"--prompt {max(prompt)}: this model takes at most {longest}")
             most = max(max(prompt), max(*batch, SHARES_OF) * (CONTEXT + BLOCK_SIZE))
             wanted = {"dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
             if either_code:
                 print(json.dumps(measure_either_code(path, most, batch, prompt, rounds, kernels=kernels, **wanted)))
                 return
             bench = Bench(path, max_tokens=most, chunk=chunk, kernels=kernels, **wanted)
-        longest = bench.config.max_position_embeddings
-        if max(prompt) > longest:
-            raise typer.BadParameter(f"--prompt {max(prompt)}: this model takes at most {longest}")
         values: dict[str, Any] = {
             "decode": measure_decode(bench, batch, rounds),
             "prefill": measure_prefill(bench, prompt, chunk, rounds),
