@@ -91,6 +91,8 @@ def test_what_is_preempted_and_moved_comes_back_from_the_tiers_with_the_tokens_o
         preempted = sum(worker.stats.num_preemptions for worker in workers)
         events = sum((counted(w, "baton_kv_tier_events_total", "event") for w in workers[1:]), Counter[str]())
         resumed = sum((counted(w, "baton_resumed_tokens_total", "found") for w in workers[1:]), Counter[str]())
-        print(f"{preempted} preempted, {sum(t.timing.migrations for t in told)} moves, {events}, resumed {resumed}")
+        moves = sum(each.timing.migrations for each in told)
+        print(f"{preempted} preempted, {moves} moves, {events}, resumed {resumed}")
         assert preempted and events["failed"] == 0 and events["loaded"] + events["read"] > 0
-        assert resumed.total() > 0 or retried, "those that were preempted have gone on"
+        is_resumed = resumed.total() > 0 or preempted <= moves  # one that is moved while it loads goes on elsewhere
+        assert is_resumed or retried, "those that were preempted have gone on"
