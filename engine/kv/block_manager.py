@@ -268,14 +268,14 @@ class BlockManager:
             for place, group in enumerate(self.groups):
                 blocks = block_table[start * count + place : end * count : count]
                 num_cut = max(0, group.first_whole(num_landed, size) - start) if self.has_windows else 0
-                found = self._publish_of(place, blocks[num_cut:], new[num_cut:])
+                found = self._publish_of(place, blocks[num_cut:], new[num_cut:], salt)
                 if place == 0:
                     stored += found
             start = end
         self._report_stored(stored)
 
-    def _publish_of(self, place: int, blocks: Sequence[int], digests: Sequence[bytes]) -> Iterable[bytes]:
-        """Makes blocks of one group findable; returns the digests that nobody could find there before."""
+    def _publish_of(self, place: int, blocks: Sequence[int], digests: Sequence[bytes], salt: bytes) -> dict[bytes, int]:
+        """Makes blocks of one group findable under a salt; returns those that nobody could find there before."""
         published, pairs = self._published[place], zip(digests, blocks, strict=True)
         new = {digest: block for digest, block in pairs if block >= 0} if self.has_windows else dict(pairs)
         self._digests.update(zip(new.values(), new, strict=True))

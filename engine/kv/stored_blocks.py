@@ -12,7 +12,7 @@ Decides only; knows no network, and no time. Used from one thread.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, islice
 
 from cluster import prefix_hash
@@ -60,7 +60,6 @@ class StoredBlocks(TieredBlocks):
         """Blocks that have been allocated when it is time to push again, after a push that failed."""
         self._private: set[TierKey] = set()
         """Blocks of requests that bypass the prefix cache, which are never pushed, and others that were there."""
-        self._is_private = False  # what is published now
         self._pushing: dict[TierKey, int] = {}
         """What is on its way to the store and has not been flushed since, with its place in the index."""
 
@@ -124,16 +123,9 @@ class StoredBlocks(TieredBlocks):
         """Whether the store has it, or will have."""
         return key in self.store or key in self._pushing or key in self._wanted
 
-    def publish(
-        self, token_ids: Sequence[int], block_table: Sequence[int], salt: bytes, num_computed: int, num_landed: int = 0
-    ) -> None:
-        self._is_private = salt.startswith(prefix_hash.PRIVATE)
-        super().publish(token_ids, block_table, salt, num_computed, num_landed)
-        self._is_private = False
-
-    def _publish_of(self, place: int, blocks: Sequence[int], digests: Sequence[bytes]) -> Collection[bytes]:
-        new = list(super()._publish_of(place, blocks, digests))
-        if self._is_private:
+    def _publish_of(self, place: int, blocks: Sequence[int], digests: Sequence[bytes], salt: bytes) -> dict[bytes, int]:
+        new = super()._publish_of(place, blocks, digests, salt)
+        if salt.startswith(prefix_hash.PRIVATE):
             self._private.update((place, digest) for digest in new)
             if len(self._private) > 2 * (self.num_total + self.host.num_total + self.disk.num_total):
                 self._private = {key for key in self._private if self._is_known(*key)}
