@@ -16,9 +16,8 @@ from engine.models.latent import LatentConfig
 
 
 def _deepseek_v2(fields: Fields) -> ModelConfig:
-    method = fields.get("topk_method") or "greedy"
-    has_groups = _one_of("topk_method", method, ("greedy", "group_limited_greedy")) == "group_limited_greedy"
-    _one_of("scoring_func", fields.get("scoring_func") or "softmax", ("softmax",))
+    has_groups = _one_of(fields, "topk_method", "greedy", "group_limited_greedy") == "group_limited_greedy"
+    _one_of(fields, "scoring_func", "softmax")
     if fields.flag("norm_topk_prob"):
         raise CheckpointError("config.json: norm_topk_prob true is not supported for DeepSeek V2; only false is")
     if fields.flag("mlp_bias"):
@@ -36,8 +35,8 @@ def _deepseek_v2(fields: Fields) -> ModelConfig:
 
 
 def _deepseek_v3(fields: Fields) -> ModelConfig:
-    _one_of("topk_method", fields.get("topk_method") or "noaux_tc", ("noaux_tc",))
-    _one_of("scoring_func", fields.get("scoring_func") or "sigmoid", ("sigmoid",))
+    _one_of(fields, "topk_method", "noaux_tc")
+    _one_of(fields, "scoring_func", "sigmoid")
     experts = read_experts(
         fields,
         biased_routing(fields, num_groups=8, num_chosen_groups=4, scale=2.5),
@@ -110,7 +109,7 @@ def predicting_layers(fields: Fields) -> tuple[str, ...]:
 
 def read_experts(fields: Fields, routing: Routing, *, normalizes: bool, num_dense: int) -> ExpertsConfig | None:
     """Reads the experts of all layers but the first `num_dense`. Raises CheckpointError naming the field."""
-    _one_of("moe_layer_freq", fields.get("moe_layer_freq") or 1, (1,))
+    _one_of(fields, "moe_layer_freq", 1)
     num_layers = read_num_layers(fields)
     if num_dense >= num_layers:
         return None
@@ -141,7 +140,11 @@ def _check_groups(routing: Routing, num_experts: int, num_per_token: int) -> Non
         )
 
 
-def _one_of(name: str, value: object, choices: tuple[object, ...]) -> object:
+def _one_of(fields: Fields, name: str, *choices: object) -> object:
+    """Reads a field that has one of the choices; where it is absent or null, the first of them."""
+    value = fields.get(name)
+    if value is None:
+        return choices[0]
     if value not in choices:
         raise CheckpointError(
             f"config.json: {name} {value!r} is not supported; Baton computes {', '.join(map(repr, choices))}"

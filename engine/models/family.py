@@ -174,7 +174,9 @@ def token_ids(value: object, where: str = "config.json") -> tuple[int, ...]:
 
 
 def _dtype(fields: Fields) -> str:
-    name = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
+    key = "torch_dtype" if fields.get("dtype") is None else "dtype"  # transformers 4, or 5
+    value = fields.get(key)
+    name = "float32" if value is None else str(value).removeprefix("torch.")
     if name not in DTYPES:
-        raise CheckpointError(f"config.json: dtype {name!r} is not supported; Baton serves {', '.join(DTYPES)}")
+        raise CheckpointError(f"config.json: {key} {name!r} is not supported; Baton serves {', '.join(DTYPES)}")
     return name

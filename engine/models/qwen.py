@@ -51,14 +51,17 @@ def _windows(fields: Fields) -> Windows:
 def read_experts(fields: Fields, shared_intermediate_size: int = 0) -> ExpertsConfig | None:
     """Reads the experts of each `decoder_sparse_step`th layer that `mlp_only_layers` does not name. Raises
     CheckpointError naming the field."""
-    dense = fields.get("mlp_only_layers") or []
+    dense = fields.get("mlp_only_layers")
+    dense = [] if dense is None else dense
     if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
         raise CheckpointError(f"config.json: mlp_only_layers must be a list of layers (got {dense!r})")
     step, num_layers = fields.size("decoder_sparse_step", 1), read_num_layers(fields)
     layers = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
     if not any(layers):
         return None
-    name = "num_experts" if fields.get("num_experts") is not None else "num_local_experts"  # transformers 4, or 5
+    name = "num_experts"  # transformers 4, or 5:
+    if fields.get("num_experts") is None and fields.get("num_local_experts") is not None:
+        name = "num_local_experts"
     num_experts, num_per_token = expert_numbers(fields, name)
     return ExpertsConfig(
         layers=layers,

@@ -126,6 +126,7 @@ def test_a_head_dim_that_is_absent_follows_from_the_heads(tmp_path: Path) -> Non
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false (got 'no')"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported"),
+        ({"dtype": None, "torch_dtype": 0}, "torch_dtype '0' is not supported"),
         ({"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide num_attention_heads 8"),
         ({"head_dim": 15}, "head_dim 15 is odd"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),

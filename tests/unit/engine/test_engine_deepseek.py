@@ -67,6 +67,7 @@ def test_the_pool_of_latents_has_one_plane_of_one_head(folders: dict[str, Path])
         ("deepseek-v3", {"topk_group": 1}, "topk_group 1 leave no 3"),
         ("deepseek-v3", {"n_group": 8}, "of 2 experts at least"),
         ("deepseek-v3", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
+        ("deepseek-v3", {"scoring_func": 0}, "scoring_func 0 is not supported; Baton computes 'sigmoid'"),
         ("deepseek-v3", {"topk_method": "greedy"}, "topk_method 'greedy' is not supported; Baton computes 'noaux_tc'"),
         ("deepseek-v3", {"moe_layer_freq": 2}, "moe_layer_freq 2 is not supported"),
         ("deepseek-v3", {"num_key_value_heads": 2}, "num_key_value_heads 2 must be num_attention_heads 8"),

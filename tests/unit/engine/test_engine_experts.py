@@ -138,6 +138,8 @@ def test_what_torch_does_not_multiply_in_groups_on_a_gpu_is_refused(
         ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 is more than num_local_experts 8"),
         ({"num_experts_per_tok": None}, "num_experts_per_tok must be a positive integer (got None)"),
         ({"moe_intermediate_size": 0}, "moe_intermediate_size must be a positive integer (got 0)"),
+        ({"num_experts": None, "num_local_experts": None}, "num_experts must be a positive integer (got None)"),
+        ({"mlp_only_layers": {}}, "mlp_only_layers must be a list of layers (got {})"),
         ({"mlp_only_layers": "all"}, "mlp_only_layers must be a list of layers (got 'all')"),
         ({"decoder_sparse_step": "2"}, "decoder_sparse_step must be a positive integer (got '2')"),
         ({"norm_topk_prob": 1}, "norm_topk_prob must be true or false (got 1)"),
