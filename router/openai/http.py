@@ -306,7 +306,9 @@ def checked(found: object, kind: type[Body]) -> Body:
         return kind.model_validate(found)
     except ValidationError as error:
         found = [dict(each) for each in error.errors(include_url=False)]
-        found.sort(key=lambda each: each["type"] != "extra_forbidden")  # another field may be missing for its sake
+        # Another field may be missing for the sake of one that is not known; of the kinds that a field may have, the
+        # one that was meant has another fault than its kind.
+        found.sort(key=lambda each: (each["type"] != "extra_forbidden", str(each["type"]).endswith("_type")))
         raise invalid(tuple(map(_violation, found[:MOST_FOUND]))) from error
 
 

@@ -340,6 +340,8 @@ async def test_what_is_wrong_is_refused_by_its_name(tmp_path: Path) -> None:
             answer = await http.post("/v1/responses", json=body() | fields)
             assert answer.status_code in (400, 404), fields
             assert answer.json()["error"]["param"] == param, answer.text
+        many = await http.post("/v1/responses", json=body(input=[{"role": "user", "content": "hi"}] * 2049))
+        assert many.json()["error"]["message"].startswith("input: at most 2048 items are allowed (got 2049)")
 
 
 async def test_responses_are_answered_where_none_is_kept(tmp_path: Path) -> None:
