@@ -173,13 +173,16 @@ def measure(
     config, runs = configured(file, values), []
     with ServedCluster.running(file, {**values, **roles}) as cluster:
         address = cluster.address
-        document = document or calibrate(address, config, options.like)
+        if document is None:
+            print("measuring the machine", file=sys.stderr)
+            document = calibrate(address, config, options.like)
         curve = Machine.of(document).worker(config).curve
         for load in loads_at(options.shares, curve, split, options.seconds, options.like):
-            rounds = [
-                measure_once(address, load, config.rebalance.slo, number, detailed=options.detailed)
-                for number in range(options.rounds)
-            ]
+            rounds = []
+            for number in range(options.rounds):
+                where = f"{split[0]}:{split[1]} at {load.rate:g} requests/s"
+                print(f"{where}: round {number + 1} of {options.rounds}", file=sys.stderr)
+                rounds.append(measure_once(address, load, config.rebalance.slo, number, detailed=options.detailed))
             runs.append({"prefill": split[0], "decode": split[1], "load": asdict(load), "rounds": rounds})
     return runs, document
 
@@ -203,6 +206,8 @@ def show(found: dict[str, Any]) -> None:
             "differs" if run["differ"] else "as simulated",
         )
     Console(width=160).print(table)
+    for error in sorted({error for run in found["runs"] for one in run["rounds"] for error in one["errors"]}):
+        print(f"failed: {error}")
 
 
 def main(
