@@ -43,9 +43,9 @@ _BURST = 0.6
 _BURST_S = 30.0
 """A load that has been the same for longer is no burst."""
 _SHORT = 0.75
-"""Share of what is asked for that the best split serves where more comes than these workers can do."""
+"""Where the best split serves less than this share of what is asked for, workers in hand count as well."""
 _LESS_IN_HAND = 0.1
-"""Share by which a split that keeps fewer workers in hand must serve more there, at least."""
+"""There, a split that keeps fewer of them must serve more by this share."""
 _HOLDS_S = 300.0
 """Seconds for which what was seen of a split is believed while the cluster has another."""
 

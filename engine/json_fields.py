@@ -36,6 +36,11 @@ class Fields:
     def get(self, name: str) -> Any:
         return self._values.get(name)
 
+    def first(self, *names: str) -> str:
+        """Returns the first of these names that has a value, else the first: transformers 4 and 5 call some fields
+        differently."""
+        return next((name for name in names if self.get(name) is not None), names[0])
+
     def size(self, name: str, default: int | None = None) -> int:
         """Returns a positive integer; a null counts as absent."""
         return self._integer(name, default, 1, "a positive integer")

@@ -150,7 +150,7 @@ def share_memory(store: Store, rank: int, size: int, timeout_s: float) -> tuple[
 
 
 class _Told:
-    """What the ranks tell each other through the store: a few values under each heading."""
+    """The words of the ranks to each other through the store: a few values under each heading."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
         self._store, self._rank, self._size = store, rank, size

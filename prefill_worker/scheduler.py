@@ -52,13 +52,18 @@ class PrefillScheduler:
         """Starts waiting prompts while their blocks fit, each once its cached blocks are there; returns those that
         started."""
         blocks = self._blocks
-        started, lost = take_arrived(self._loading, blocks)
-        self._waiting.extendleft(reversed(lost))
+        started = self._start()
         while self._waiting and claim_blocks(self._waiting[0], blocks):
             self._loading.append(self._waiting.popleft())
-        started += take_arrived(self._loading, blocks)[0]
+        started += self._start()
         self._running += started
         return started
+
+    def _start(self) -> list[Sequence]:
+        """Returns those whose cached blocks are there; those that have lost some wait again, before all others."""
+        arrived, lost = take_arrived(self._loading, self._blocks)
+        self._waiting.extendleft(reversed(lost))
+        return arrived
 
     def plan(self, budget: StepBudget) -> list[ScheduledSequence]:
         """Shares of the next step, from what is left of its budget."""

@@ -232,7 +232,7 @@ class TieredBlocks(RetainingBlocks):
         return BlockMove(MoveKind.SAVE, tuple(blocks), tuple(slots), tuple(map(self._key_of, blocks)))
 
     def _next_to_spill(self) -> BlockMove | None:
-        """What host memory gives up next and the disk has not, if there is little else to take."""
+        """Picks what host memory gives up next and the disk has not, if there is little else to take."""
         num_looked_at = self._num_spilled_ahead - self.host.num_free
         if self._may_look(MoveKind.SPILL, self._to_spill, num_looked_at):
             for key in islice(self.host, num_looked_at):

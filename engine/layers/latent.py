@@ -149,7 +149,7 @@ class LatentAttention:
         return torch.bmm(out.transpose(0, 1), to_values.transpose(1, 2)).transpose(0, 1)
 
     def _attend_shares(self, absorbed: Tensor, pages: Tensor, batch: AttentionBatch, attention: Attention) -> Tensor:
-        """What absorbed queries [T, Hq, W] find in the latents of all ranks: [T, Hq, C].
+        """Returns what absorbed queries [T, Hq, W] find in the latents of all ranks: [T, Hq, C].
 
         Behind each head's values lie the bits of its softmax's logarithm, so that both are one message.
         """

@@ -174,7 +174,7 @@ def token_ids(value: object, where: str = "config.json") -> tuple[int, ...]:
 
 
 def _dtype(fields: Fields) -> str:
-    key = "torch_dtype" if fields.get("dtype") is None else "dtype"  # transformers 4, or 5
+    key = fields.first("dtype", "torch_dtype")
     value = fields.get(key)
     name = "float32" if value is None else str(value).removeprefix("torch.")
     if name not in DTYPES:

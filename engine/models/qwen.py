@@ -59,10 +59,7 @@ def read_experts(fields: Fields, shared_intermediate_size: int = 0) -> ExpertsCo
     layers = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
     if not any(layers):
         return None
-    name = "num_experts"  # transformers 4, or 5:
-    if fields.get("num_experts") is None and fields.get("num_local_experts") is not None:
-        name = "num_local_experts"
-    num_experts, num_per_token = expert_numbers(fields, name)
+    num_experts, num_per_token = expert_numbers(fields, fields.first("num_experts", "num_local_experts"))
     return ExpertsConfig(
         layers=layers,
         num_experts=num_experts,

@@ -157,7 +157,7 @@ RANK_LEFT, RANK_DIED, RANK_LATE, RANK_DIFFERS = range(1, 5)
 
 
 class RankSaid(ctypes.Structure):
-    """What a rank says of its collective."""
+    """A rank's word on its collective."""
 
     _fields_ = (*((name, ctypes.c_int32) for name in ("kind", "to", "from_", "unused")), ("bytes", _COUNT))
 

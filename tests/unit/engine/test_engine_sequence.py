@@ -147,9 +147,6 @@ def test_a_load_that_fails_is_no_hit() -> None:
     sequence = claim(100)
     move("it fails")
     arrived, lost = take_arrived([sequence], blocks)
-    assert (
-        sequence.hits == {"device": 2, "host": 2}
-        and lost == [sequence]
-        and not arrived
-        and not blocks.hit_tokens.total()
-    )
+    assert sequence.hits == {"device": 2, "host": 2}
+    assert lost == [sequence] and not arrived
+    assert not blocks.hit_tokens.total()
