@@ -1,8 +1,9 @@
-"""Conversations that arrive as those of the Mooncake conversation trace do, at a sixteenth of their length.
+"""Sessions that come back: conversations as in the Mooncake conversation trace, at a sixteenth of their length; agents.
 
 What is kept of the trace (12,031 requests of an hour): how long first prompts, later additions and outputs are, how
 many turns a session has, that requests come in bursts, and that everybody shares a system prompt, here one of a few.
 What is not: the hour. A session's next turn comes after a tenth of the run at the median, so that there are next turns.
+Agents share one of three system prompts, and come back in turn, each after all others.
 Pure: from a seed, or from the trace's own JSONL, to sessions; knows no cluster and no clock.
 """
 
@@ -10,7 +11,9 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from simulate import workload
@@ -91,6 +94,67 @@ def _session(session_id: str, begin: float, system: tuple[int, ...], most: int, 
 def _lognormal(draw: random.Random, of: tuple[float, float]) -> float:
     median, spread = of
     return draw.lognormvariate(math.log(median), spread)
+
+
+def agents(num_agents: int, num_turns: int, first: int, more: int, num_output: int, seed: int) -> list[Session]:
+    """`first`: tokens of a first prompt, half of them the system's; `more`: what each later turn adds."""
+    draw = random.Random(seed)
+    systems = [tuple(draw.choices(_TOKENS, k=first // 2)) for _ in range(3)]
+
+    def turn(agent: int, number: int) -> Turn:
+        own = tuple(draw.choices(_TOKENS, k=more if number else first - first // 2))
+        at = (number + agent / num_agents) / num_turns
+        return Turn(at, own if number else systems[agent % 3] + own, num_output)
+
+    return [
+        Session(str(agent), tuple(turn(agent, number) for number in range(num_turns))) for agent in range(num_agents)
+    ]
+
+
+def in_order(sessions: Sequence[Session]) -> list[tuple[Session, Turn]]:
+    """All turns, as they come."""
+    return sorted(((session, turn) for session in sessions for turn in session.turns), key=lambda each: each[1].at)
+
+
+class EndlessCache:
+    """The prefix cache that keeps everything: what it has of a prompt is the most that any cache can have."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._blocks: set[int] = set()
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the blocks that differ."""
+        return len(self._blocks) * self._block_size
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        self._blocks.update(self._chain(token_ids))
+
+    def num_cached(self, prompt: Sequence[int]) -> int:
+        """Tokens of whole blocks but for the last token, which is always computed."""
+        return sum(1 for _ in takewhile(self._blocks.__contains__, self._chain(prompt[:-1]))) * self._block_size
+
+    def _chain(self, token_ids: Sequence[int]) -> Iterator[int]:
+        """Of each whole block, with all before it."""
+        before, size = 0, self._block_size
+        for end in range(size, len(token_ids) + 1, size):
+            before = hash((before, tuple(token_ids[end - size : end])))
+            yield before
+
+
+def working_set(sessions: Sequence[Session], block_size: int) -> tuple[int, int]:
+    """Tokens of all that the sessions could find again, and of their longest context."""
+    cache, longest = EndlessCache(block_size), 0
+    for session in sessions:
+        context: list[int] = []
+        for number, turn in enumerate(session.turns):
+            answer = [-1 - number] * turn.num_output_tokens
+            context = [*([] if session.are_whole else context), *turn.token_ids, *answer]
+            longest = max(longest, len(context))
+            # Nobody else has an answer: the block with its first token differs for each session.
+            cache.add([hash((session.session_id, token)) if token < 0 else token for token in context])
+    return cache.num_tokens, longest
 
 
 def read_trace(file: Path, num_requests: int, seed: int) -> list[Session]:

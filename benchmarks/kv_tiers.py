@@ -1,16 +1,19 @@
-"""What host memory and a disk below the KV pool save: prompt tokens computed, and the time to the first token.
+"""What host memory, a disk, a store and fetches below the KV pool save: prompt tokens computed, and first tokens' time.
 
     python -m benchmarks.kv_tiers --rounds 3 --json
     python -m benchmarks.kv_tiers --model DIR --sessions 24 --turns 4
+    python -m benchmarks.kv_tiers --load conversation_trace.jsonl --requests 300
     python -m benchmarks.kv_tiers --rolling --sessions 12 --turns 3
     python -m benchmarks.kv_tiers --restart --sessions 12 --turns 3
     python -m benchmarks.kv_tiers --held 10000
 
-Sessions of agents in turn, so that each comes back after all others: one of a few system prompts, a context that grows
-with each answer and each addition, one request at a time. Their contexts together are `--times` the pool of the one
-worker. The same requests go to clusters with nothing below the pool, with host memory for all, and with little host
-memory above a disk, or a store, for all; then, where the pool holds everything, to one without and one with host
-memory. The clusters of a round are measured one after the other, in an order that turns. For each:
+Agents in turn, so that each comes back after all others: one of a few system prompts, a context that grows with each
+answer and each addition. Or conversations as in the Mooncake trace (benchmarks/conversations.py), in the order in which
+they come. One request at a time. What all sessions could find again is `--times` the pool of a worker. The same
+requests go to one worker with nothing below the pool, with host memory for all, and with little host memory above a
+disk, or a store, for all; to a prefill and a decode worker that fetch prefixes from one another, and that do not; then,
+where the pool holds everything, to one worker without and with tiers. The clusters of a round are measured one after
+the other, in an order that turns. For each:
 
     computed   prompt tokens that were computed, of all
     cached     prompt tokens that were cached, of those that a cache without bounds would have had
@@ -28,17 +31,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -46,41 +50,33 @@ from typing import Any
 import httpx2
 import psutil
 
-from benchmarks.plain_cluster import ROOT, running_router, running_workers
+from benchmarks.conversations import EndlessCache, Session, Turn, agents, generate, in_order, read_trace, working_set
+from benchmarks.plain_cluster import ROOT, running_cluster
 from benchmarks.served_cluster import ServedCluster
 from cli.change import parse_split, ready_workers
 from cluster.config.diff import set_values
-from cluster.config.load import load_config
 from cluster.pb.admin_pb2 import ListSessionsRequest
-from controller.plan import plan_cluster
 from engine.memory import kv_bytes_per_token
 from engine.models.folder import read_model
 from tools.client import AdminClient, BatonClient, make_spec
 
 BLOCK = 16
 MODEL = ROOT / "models" / "tiny-shakespeare"
+Values = Mapping[str, Any]
+"""Keys of cluster.yaml."""
 
 
 @dataclass(frozen=True)
-class Load:
-    """The requests of all sessions, and the most tokens that a cache can have of each."""
+class Answer:
+    """Of one request. `first_s`: seconds to its first token."""
 
-    num_sessions: int
-    num_turns: int
-    first: int
-    more: int
-    output: int
-    seed: int
+    token_ids: Sequence[int]
+    num_cached: int
+    first_s: float
 
-    @property
-    def num_tokens(self) -> int:
-        """Of all contexts at their end."""
-        return self.num_sessions * self.most_tokens
 
-    @property
-    def most_tokens(self) -> int:
-        """Of one context."""
-        return self.first + (self.num_turns - 1) * (self.more + self.output) + self.output
+Ask = Callable[[Sequence[int], int], Answer]
+"""A prompt, and how many tokens are to follow."""
 
 
 @dataclass
@@ -90,8 +86,8 @@ class Measured:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     known_tokens: int = 0
-    """Prompt tokens that the same session, or another one with its system prompt, had before."""
-    ttft_s: tuple[float, ...] = ()
+    """Prompt tokens that a cache without bounds would have had."""
+    first_s: tuple[float, ...] = ()
 
     @property
     def share(self) -> float:
@@ -103,73 +99,105 @@ class Measured:
         sums = (
             sum(getattr(part, name) for part in parts) for name in ("prompt_tokens", "cached_tokens", "known_tokens")
         )
-        return cls(*sums, tuple(chain.from_iterable(part.ttft_s for part in parts)))
+        return cls(*sums, tuple(chain.from_iterable(part.first_s for part in parts)))
 
 
-class Sessions:
-    """Contexts that grow."""
+class Player:
+    """Sends the turns of sessions one after the other; contexts grow by what is answered."""
 
-    def __init__(self, load: Load, num_values: int) -> None:
-        self._load, self._num_values = load, num_values
-        self._draw = random.Random(load.seed)
-        systems = [[self._draw.randrange(5, num_values) for _ in range(load.first // 2)] for _ in range(3)]
-        self._contexts = [list(systems[number % 3]) for number in range(load.num_sessions)]
-        self._turn = 0
+    def __init__(self, ask: Ask) -> None:
+        self.ask = ask
+        self._contexts = defaultdict[str, list[int]](list)
+        self._endless = EndlessCache(BLOCK)
 
-    def turn(self, client: BatonClient, *, is_kept: bool = True) -> Measured:
-        """One request of each session, one after the other; the next turn begins with it, where it `is_kept`."""
-        load, measured, ttft = self._load, Measured(), []
-        for number, kept in enumerate(self._contexts):
-            context = kept if is_kept else list(kept)
-            known = len(context) if self._turn or number >= 3 else 0
-            added = load.more if self._turn else load.first - len(context)
-            context += [self._draw.randrange(5, self._num_values) for _ in range(added)]
-            spec = make_spec(context, max_output_tokens=load.output, ignore_eos=True, token_ids=True, temperature=0.0)
-            begun, first = time.perf_counter(), 0.0
-            for event in client.stream(spec):
-                if event.HasField("delta"):
-                    first = first or time.perf_counter() - begun
-                    context += event.delta.token_ids
-                if event.HasField("completed"):
-                    usage = event.completed.usage
-                    measured.prompt_tokens += usage.prompt_tokens
-                    measured.cached_tokens += usage.cached_tokens
-                    measured.known_tokens += known // BLOCK * BLOCK
-            ttft.append(first)
-        measured.ttft_s = tuple(ttft) if self._turn else ()
-        self._turn += 1
+    def play(self, turns: Iterable[tuple[Session, Turn]], *, is_kept: bool = True) -> Measured:
+        """The next turn of a session begins with these, where they are kept."""
+        measured, first_s = Measured(), []
+        for session, turn in turns:
+            context = [] if session.are_whole else self._contexts[session.session_id]
+            prompt = [*context, *turn.token_ids]
+            answer = self.ask(prompt, turn.num_output_tokens)
+            measured.prompt_tokens += len(prompt)
+            measured.cached_tokens += answer.num_cached
+            measured.known_tokens += self._endless.num_cached(prompt)
+            whole = [*prompt, *answer.token_ids]
+            self._endless.add(whole[:-1])
+            if is_kept:
+                self._contexts[session.session_id] = whole
+            if turn is not session.turns[0]:
+                first_s.append(answer.first_s)
+        measured.first_s = tuple(first_s)
         return measured
 
 
-def run(client: BatonClient, load: Load, num_values: int) -> Measured:
-    """Turn by turn, each session once a turn."""
-    sessions = Sessions(load, num_values)
-    return Measured.of([sessions.turn(client) for _ in range(load.num_turns)])
+def asking(client: BatonClient) -> Ask:
+    """Over gRPC."""
+
+    def ask(prompt: Sequence[int], num_output: int) -> Answer:
+        spec = make_spec(prompt, max_output_tokens=num_output, ignore_eos=True, token_ids=True, temperature=0.0)
+        begun, first_s, token_ids, num_cached = time.perf_counter(), 0.0, list[int](), 0
+        for event in client.stream(spec):
+            if event.HasField("delta"):
+                first_s = first_s or time.perf_counter() - begun
+                token_ids += event.delta.token_ids
+            if event.HasField("completed"):
+                num_cached = event.completed.usage.cached_tokens
+        return Answer(token_ids, num_cached, first_s)
+
+    return ask
 
 
-def roll(args: argparse.Namespace, load: Load, values: Mapping[str, Any], num_values: int) -> dict[str, float]:
-    """A cluster whose workers are replaced one by one under the load, after which each session has one more turn."""
+def asking_over_http(client: httpx2.Client) -> Ask:
+    """Over OpenAI's API, of Baton or vLLM, whose first model answers."""
+    model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
+    body = {"model": model, "temperature": 0, "stream": True, "ignore_eos": True, "return_token_ids": True}
+    body |= {"stream_options": {"include_usage": True}}
+
+    def ask(prompt: Sequence[int], num_output: int) -> Answer:
+        begun, first_s, token_ids, num_cached = time.perf_counter(), 0.0, list[int](), 0
+        with client.stream(
+            "POST", "/v1/completions", json=body | {"prompt": prompt, "max_tokens": num_output}
+        ) as lines:
+            lines.raise_for_status()
+            for line in lines.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                for choice in event["choices"]:
+                    first_s = first_s or time.perf_counter() - begun
+                    token_ids += choice.get("token_ids") or ()
+                details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
+                num_cached = details.get("cached_tokens") or num_cached
+        return Answer(token_ids, num_cached, first_s)
+
+    return ask
+
+
+def by_turn(sessions: Sequence[Session]) -> list[list[tuple[Session, Turn]]]:
+    """The first turn of each session, the second of each, and so on."""
+    return [list(zip(sessions, turns, strict=True)) for turns in zip(*(each.turns for each in sessions), strict=True)]
+
+
+def roll(sessions_of: Callable[[int], list[Session]], cluster_yaml: Values, ratio: str) -> dict[str, float]:
+    """A cluster whose workers are replaced one by one under the load, after which each session has its last turn."""
     with tempfile.TemporaryDirectory(prefix="baton-tiers-") as folder:
-        served = {f"engine.{key}": value for key, value in values.items()}
-        served |= {"model.path": str(args.model), "engine.kv_disk_path": folder, "engine.block_size": BLOCK}
-        served |= {"model.max_model_len": (-(-load.most_tokens // BLOCK) + 1) * BLOCK}
-        num_workers = zip(("prefill", "decode"), parse_split(args.workers), strict=True)
+        served = {**cluster_yaml, "engine.kv_disk_path": folder}
+        num_workers = zip(("prefill", "decode"), parse_split(ratio), strict=True)
         served |= {f"roles.{role}.{key}": num for role, num in num_workers for key in ("devices", "min_workers")}
         with (
             ServedCluster.running(ROOT / "cluster.yaml", served) as cluster,
             BatonClient(cluster.address) as client,
             AdminClient(cluster.admin_address) as admin,
         ):
-            sessions, turns = Sessions(load, num_values), list[Measured]()
-            for _ in range(load.num_turns - 1):
-                turns.append(sessions.turn(client))
+            player, (*first, last) = Player(asking(client)), by_turn(sessions_of(0))
+            turns = [player.play(turn) for turn in first]
             text = set_values(cluster.file.read_text(encoding="utf-8"), {"transfer.timeout_s": 5.5})
             change = threading.Thread(target=lambda: list(admin.follow(admin.apply(text, filename=str(cluster.file)))))
             change.start()
             during = list[Measured]()
             while change.is_alive():
-                during.append(sessions.turn(client, is_kept=False))
-            after = [sessions.turn(client)]
+                during.append(player.play(by_turn(sessions_of(1 + len(during)))[-1], is_kept=False))
+            after = player.play(last)
             workers = sorted(worker.worker_id for worker in client.status().workers)
             files = sorted(path.name for path in Path(folder).glob("*/*.rank*"))
             print(f"{', '.join(workers)}; files: {', '.join(files)}", file=sys.stderr)
@@ -177,25 +205,27 @@ def roll(args: argparse.Namespace, load: Load, values: Mapping[str, Any], num_va
     return {
         "before": round(before, 3),
         "during": round(Measured.of(during).share, 3),
-        "after": round(after[0].share, 3),
-        "of_before": round(after[0].share / before, 3),
+        "after": round(after.share, 3),
+        "of_before": round(after.share / before, 3),
     }
 
 
-def restart(args: argparse.Namespace, load: Load, values: Mapping[str, Any], num_values: int) -> dict[str, float]:
+def restart(sessions: Sequence[Session], cluster_yaml: Values) -> dict[str, float]:
     """Everything is stopped before the last turn, and started anew; what lies in the store is left."""
-    sessions = Sessions(load, num_values)
+    *first, last = by_turn(sessions)
     with tempfile.TemporaryDirectory(prefix="baton-store-") as folder:
-        stored = {**values, "kv_store_path": folder}
-        with serving(args.model, load, stored) as client:
-            turns = [sessions.turn(client) for _ in range(load.num_turns - 1)]
-        with serving(args.model, load, stored) as client:
-            after = sessions.turn(client)
+        stored = {**cluster_yaml, "engine.kv_store_path": folder}
+        with serving(stored) as client:
+            player = Player(asking(client))
+            turns = [player.play(turn) for turn in first]
+        with serving(stored) as client:
+            player.ask = asking(client)
+            after = player.play(last)
     return {
         "before": round(turns[-1].share, 3),
         "after": round(after.share, 3),
         "computed": after.prompt_tokens - after.cached_tokens,
-        "ttft_p50_ms": round(1000 * statistics.median(after.ttft_s), 1),
+        "ttft_p50_ms": round(1000 * statistics.median(after.first_s), 1),
     }
 
 
@@ -236,42 +266,41 @@ def held(num_sessions: int) -> dict[str, float]:
 
 
 @contextmanager
-def serving(model: Path, load: Load, values: Mapping[str, Any]) -> Iterator[BatonClient]:
-    """One worker for both phases."""
+def serving(cluster_yaml: Values) -> Iterator[BatonClient]:
     with tempfile.TemporaryDirectory(prefix="baton-tiers-") as folder:
         file = Path(folder) / "cluster.yaml"
-        text = (ROOT / "cluster.yaml").read_text(encoding="utf-8")
-        one = {"model.path": str(model), "roles.prefill.devices": 0, "roles.prefill.min_workers": 0}
-        file.write_text(set_values(text, one))
-        plan = plan_cluster(load_config(file), num_gpus=0, num_cores=len(os.sched_getaffinity(0)))
-        more = {"max_model_len": (-(-load.most_tokens // BLOCK) + 1) * BLOCK, "block_size": BLOCK}
-        more |= {"kv_disk_path": folder, "kv_store_path": f"{folder}/store", **values}
-        (worker,) = plan.workers
-        worker = replace(worker, ranks=tuple(rank.with_values(**more) for rank in worker.ranks))
-        with (
-            running_workers([worker]) as flags,
-            running_router(replace(plan.router, workers=flags)) as address,
-            BatonClient(address) as client,
-        ):
+        paths = {"engine.kv_disk_path": folder, "engine.kv_store_path": f"{folder}/store"}
+        file.write_text(set_values((ROOT / "cluster.yaml").read_text(encoding="utf-8"), paths | dict(cluster_yaml)))
+        with running_cluster(file) as address, BatonClient(address) as client:
             yield client
 
 
-def configurations(load: Load, times: float, bytes_per_token: int) -> dict[str, dict[str, Any]]:
-    pool = max(int(load.num_tokens / times), 2 * load.most_tokens) // BLOCK * BLOCK
-    host = 2 * load.num_tokens * bytes_per_token
-    whole = 2 * load.num_tokens // BLOCK * BLOCK
+def configurations(model: Path, sessions: Sequence[Session], times: float) -> dict[str, Values]:
+    num_tokens, longest = working_set(sessions, BLOCK)
+    bytes_per_token = kv_bytes_per_token(read_model(model), 1, "float32")
+    pool = max(int(num_tokens / times), 2 * longest) // BLOCK * BLOCK
+    host, little = 2 * num_tokens * bytes_per_token, pool * bytes_per_token
+    common = {"model.path": str(model), "engine.block_size": BLOCK}
+    common |= {"model.max_model_len": (-(-longest // BLOCK) + 1) * BLOCK}
+
+    def cluster(pool_tokens: int, *, colocated: bool = True, fetch: str = "off", **tiers: int) -> Values:
+        one = {"roles.prefill.devices": 0, "roles.prefill.min_workers": 0} if colocated else {}
+        values = {**common, **one, "engine.kv_cache_tokens": pool_tokens, "router.prefix_fetch": fetch}
+        return values | {f"engine.kv_{tier}_bytes": num_bytes for tier, num_bytes in tiers.items()}
+
+    pair = partial(cluster, pool, colocated=False)
     return {
-        "device only": {"kv_cache_tokens": pool},
-        "host memory": {"kv_cache_tokens": pool, "kv_host_bytes": host},
-        "host and disk": {"kv_cache_tokens": pool, "kv_host_bytes": pool * bytes_per_token, "kv_disk_bytes": 2 * host},
-        "host and store": {
-            "kv_cache_tokens": pool,
-            "kv_host_bytes": pool * bytes_per_token,
-            "kv_store_bytes": 2 * host,
-        },
-        "fits, device only": {"kv_cache_tokens": whole},
-        "fits, host memory": {"kv_cache_tokens": whole, "kv_host_bytes": host},
-        "fits, host and disk": {"kv_cache_tokens": whole, "kv_host_bytes": host, "kv_disk_bytes": 2 * host},
+        "device only": cluster(pool),
+        "host memory": cluster(pool, host=host),
+        "host and disk": cluster(pool, host=little, disk=2 * host),
+        "host and store": cluster(pool, host=little, store=2 * host),
+        "1:1, device only": pair(),
+        "1:1, fetching": pair(fetch="auto"),
+        "1:1, host memory": pair(host=host),
+        "1:1, host, fetching": pair(host=host, fetch="auto"),
+        "fits, device only": cluster(2 * num_tokens // BLOCK * BLOCK),
+        "fits, host memory": cluster(2 * num_tokens // BLOCK * BLOCK, host=host),
+        "fits, host and disk": cluster(2 * num_tokens // BLOCK * BLOCK, host=host, disk=2 * host),
     }
 
 
@@ -285,56 +314,84 @@ def row(runs: Sequence[Measured]) -> dict[str, float]:
         "computed": median(lambda m: m.prompt_tokens - m.cached_tokens),
         "of": runs[0].prompt_tokens,
         "cached": round(median(lambda m: m.share), 3),
-        "ttft_p50_ms": round(median(lambda m: 1000 * statistics.median(m.ttft_s)), 1),
-        "ttft_p90_ms": round(median(lambda m: 1000 * statistics.quantiles(m.ttft_s, n=10)[-1]), 1),
+        "ttft_p50_ms": round(median(lambda m: 1000 * statistics.median(m.first_s)), 1),
+        "ttft_p90_ms": round(median(lambda m: 1000 * statistics.quantiles(m.first_s, n=10)[-1]), 1),
     }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=MODEL)
-    parser.add_argument("--sessions", type=int, default=16)
+    parser.add_argument("--load", default="agents", metavar="agents|conversations|FILE", help="FILE: a Mooncake trace")
+    parser.add_argument("--requests", type=int, default=200, help="of conversations, or of the trace")
+    parser.add_argument("--sessions", type=int, default=16, help="of agents; and so on:")
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--first", type=int, default=800, help="tokens of a first prompt, half of them the system's")
     parser.add_argument("--more", type=int, default=60, help="tokens that each later turn adds")
     parser.add_argument("--output", type=int, default=16)
-    parser.add_argument("--times", type=float, default=5.0, help="contexts of all sessions, in pools")
+    parser.add_argument("--times", type=float, default=5.0, help="what the sessions could find again, in pools")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", action="append", metavar="NAME", help="of the clusters; may be given several times")
     parser.add_argument("--rolling", action="store_true", help="replace the workers of a served cluster")
     parser.add_argument("--workers", default="1:1", metavar="PREFILL:DECODE", help="of the clusters that are rolled")
     parser.add_argument("--restart", action="store_true", help="stop everything, and start it anew")
     parser.add_argument("--held", type=int, metavar="N", help="sessions that a served cluster is to hold")
+    parser.add_argument("--url", help="play the load against another server, such as vLLM, once, from an empty cache")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if args.held is not None:
         print(json.dumps(held(args.held)))
         return 0
-    load = Load(args.sessions, args.turns, args.first, args.more, args.output, args.seed)
-    config = read_model(args.model)
-    wanted = configurations(load, args.times, kv_bytes_per_token(config, 1, "float32"))
+
+    def sessions_of(more_seed: int) -> list[Session]:
+        seed = args.seed + more_seed
+        if args.load == "conversations":
+            return generate(args.requests, seed)
+        if args.load != "agents":
+            return read_trace(Path(args.load), args.requests, seed)
+        return agents(args.sessions, args.turns, args.first, args.more, args.output, seed)
+
+    sessions = sessions_of(0)
+    wanted = configurations(args.model, sessions, args.times)
+    unknown = [name for name in args.only or () if name not in wanted]
+    if unknown:
+        parser.error(f"--only {unknown[0]!r}: use {', '.join(map(repr, wanted))}")
+    if (args.rolling or args.restart) and args.load != "agents":
+        parser.error(f"--load {args.load}: --rolling and --restart take agents, whose sessions have the same turns")
     if args.rolling:
-        for name in ("device only", "host and disk", "fits, host and disk"):
-            print(name, json.dumps(roll(args, load, wanted[name], config.vocab_size - 5)))
+        for name in args.only or ("device only", "host and disk", "fits, host and disk"):
+            print(name, json.dumps(roll(sessions_of, wanted[name], args.workers)))
         return 0
     if args.restart:
-        for name in ("device only", "host and disk", "host and store"):
-            print(name, json.dumps(restart(args, load, wanted[name], config.vocab_size - 5)))
+        for name in args.only or ("device only", "host and disk", "host and store"):
+            print(name, json.dumps(restart(sessions, wanted[name])))
         return 0
-    runs: dict[str, list[Measured]] = {name: [] for name in wanted}
-    for number in range(args.rounds):
-        names = list(wanted)
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            with serving(args.model, load, wanted[name]) as client:
-                runs[name].append(run(client, load, config.vocab_size - 5))
-            print(f"round {number + 1} of {args.rounds}: {name}", file=sys.stderr)
-    rows = {name: row(measured) for name, measured in runs.items()}
+    if args.url:
+        with httpx2.Client(base_url=args.url, timeout=120.0) as other:
+            rows = {args.url: row([Player(asking_over_http(other)).play(in_order(sessions))])}
+    else:
+        rows = {name: row(runs) for name, runs in by_rounds(wanted, args.only or list(wanted), sessions, args.rounds)}
     if args.json:
         print(json.dumps(rows))
         return 0
     for name, values in rows.items():
-        print(f"{name:18}", *(f"{key} {value:g}" for key, value in values.items()), sep="  ")
+        print(f"{name:20}", *(f"{key} {value:g}" for key, value in values.items()), sep="  ")
     return 0
+
+
+def by_rounds(
+    wanted: Mapping[str, Values], names: Sequence[str], sessions: Sequence[Session], num_rounds: int
+) -> Iterable[tuple[str, list[Measured]]]:
+    """Each cluster once a round, in an order that turns."""
+    runs: dict[str, list[Measured]] = {name: [] for name in names}
+    for number in range(num_rounds):
+        first = number % len(names)
+        for name in [*names[first:], *names[:first]]:
+            with serving(wanted[name]) as client:
+                runs[name].append(Player(asking(client)).play(in_order(sessions)))
+            print(f"round {number + 1} of {num_rounds}: {name}", file=sys.stderr)
+    return runs.items()
 
 
 if __name__ == "__main__":
