@@ -293,7 +293,7 @@ def configurations(model: Path, sessions: Sequence[Session], times: float) -> di
         "device only": cluster(pool),
         "host memory": cluster(pool, host=host),
         "host and disk": cluster(pool, host=little, disk=2 * host),
-        "host and store": cluster(pool, host=little, store=2 * host),
+        "host and store": {**cluster(pool, host=little, store=2 * host), "engine.kv_store_policy": "evicted"},
         "1:1, device only": pair(),
         "1:1, fetching": pair(fetch="auto"),
         "1:1, host memory": pair(host=host),
