@@ -41,7 +41,8 @@ from engine.models.experts import ExpertsConfig
 from engine.profiling import measure_activations
 from engine.sampling.sampler import Sampler
 from engine.tp import JoinedGroup, TPGroup, make_process_group
-from kv_transfer.block_store import FolderStore, StoreObjects
+from kv_transfer.block_store import StoreObjects
+from kv_transfer.bucket_store import store_at
 from kv_transfer.disk_slots import DiskFolder
 from kv_transfer.fault_injection import Faults
 from kv_transfer.sealed import KvSecret
@@ -223,12 +224,7 @@ def open_store(resolved: Resolved, tier: TierCopies | None) -> None:
     engine, rank = resolved.settings.engine, resolved.settings.tp_rank
     if tier is None or not (engine.kv_store_bytes and engine.enable_prefix_cache):
         return
-    path = Path(engine.kv_store_path or "")
-    try:
-        store = FolderStore(path)
-    except OSError as error:
-        what = f"{path} cannot be used: {error.strerror}; it is made in a folder that every node has, such as a mount"
-        raise ConfigError(f"kv_store_path: {what}") from error
+    store = store_at(engine.kv_store_path or "")
     form = resolved.settings.transfer.wire_format
     sizes = tier.block_bytes, engine.kv_store_bytes
     tier.store = StoreObjects(store, resolved.layout, form, rank, *sizes, kv_secret(engine))

@@ -245,6 +245,9 @@ def _check_labels(config: ServingConfig, role: RoleName) -> Iterator[ConfigFindi
 
 
 _NEEDS = (("kv_disk_bytes", "kv_host_bytes"), ("kv_store_bytes", "kv_host_bytes"), ("kv_store_bytes", "kv_store_path"))
+_STORE = "a folder that every node has, or a URL such as s3://BUCKET/FOLDER"
+_OF_ONE_PROCESS = ("memory://", "file://", "local://", "data:")
+"""File systems of fsspec that are no place for what workers share; folders are written without a protocol."""
 
 
 def _check_engine(config: ServingConfig, role: RoleName) -> Iterator[ConfigFinding]:
@@ -259,8 +262,17 @@ def _check_engine(config: ServingConfig, role: RoleName) -> Iterator[ConfigFindi
     for size, other in _NEEDS:
         if getattr(engine, size) and not getattr(engine, other):
             needy, needed = (_key_of(config, role, f"engine.{name}") for name in (size, other))
-            why = "a folder that every node has" if other == "kv_store_path" else "KV comes there by way of host memory"
+            why = _STORE if other == "kv_store_path" else "KV comes there by way of host memory"
             yield ConfigFinding(needy, f"needs {other}: {why}", (needed,))
+    if (engine.kv_store_path or "").startswith(_OF_ONE_PROCESS):
+        yield ConfigFinding(
+            _key_of(config, role, "engine.kv_store_path"), f"{engine.kv_store_path} is not shared; use {_STORE}"
+        )
+    if "://" in (engine.kv_disk_path or ""):
+        yield ConfigFinding(
+            _key_of(config, role, "engine.kv_disk_path"),
+            f"must be a folder on each node's own disk (got {engine.kv_disk_path}); a URL can be kv_store_path",
+        )
 
 
 def _check_device(config: ServingConfig, role: RoleName) -> Iterator[ConfigFinding]:
@@ -283,14 +295,10 @@ def _check_device(config: ServingConfig, role: RoleName) -> Iterator[ConfigFindi
             f"KV of {of_kv_dtype} {kv_dtype} is not rounded to {config.transfer.wire_format} once more; use native",
             (of_kv_dtype,),
         )
+    of_gpus = "runs on a GPU only, and {} is cpu; use cpu or auto"
     for key, value, unfit, why in (
-        (
-            "engine.attention",
-            engine.attention,
-            ("cpu", "flash_attn"),
-            "runs on a GPU only, and {} is cpu; use cpu or auto",
-        ),
-        ("engine.attention", engine.attention, ("cpu", "varlen"), "runs on a GPU only, and {} is cpu; use cpu or auto"),
+        ("engine.attention", engine.attention, ("cpu", "flash_attn"), of_gpus),
+        ("engine.attention", engine.attention, ("cpu", "varlen"), of_gpus),
         ("engine.kv_cache_dtype", kv_dtype, ("cpu", "fp8"), "is for GPUs, and {} is cpu; use int8"),
         ("engine.kernels", engine.kernels, ("cuda", "native"), "are for the CPU, and {} is cuda; use auto"),
     ):
@@ -382,17 +390,11 @@ def _check_timed(config: ServingConfig) -> Iterator[ConfigFinding]:
 def _check_timers(config: ServingConfig) -> Iterator[ConfigFinding]:
     """A peer must be able to miss a heartbeat before it is suspect, and to be suspect before it is given up."""
     transfer = config.transfer
-    if transfer.heartbeat_s >= transfer.suspect_after_s:
-        yield ConfigFinding(
-            "transfer.suspect_after_s",
-            f"must be longer than heartbeat_s ({transfer.heartbeat_s:g}), since a healthy peer is silent for that long "
-            f"(got {transfer.suspect_after_s:g})",
-            ("transfer.heartbeat_s",),
-        )
-    if transfer.suspect_after_s >= transfer.dead_after_s:
-        yield ConfigFinding(
-            "transfer.dead_after_s",
-            f"must be longer than suspect_after_s ({transfer.suspect_after_s:g}), since a peer is suspect before it is "
-            f"given up (got {transfer.dead_after_s:g})",
-            ("transfer.suspect_after_s",),
-        )
+    for key, other, why in (
+        ("suspect_after_s", "heartbeat_s", "a healthy peer is silent for that long"),
+        ("dead_after_s", "suspect_after_s", "a peer is suspect before it is given up"),
+    ):
+        value, least = getattr(transfer, key), getattr(transfer, other)
+        if least >= value:
+            what = f"must be longer than {other} ({least:g}), since {why} (got {value:g})"
+            yield ConfigFinding(f"transfer.{key}", what, (f"transfer.{other}",))

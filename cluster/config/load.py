@@ -112,7 +112,9 @@ def _resolve_paths(config: ServingConfig, folder: Path, model_path: str | None) 
         engine = replace(engine, timed_steps=replace(timed, script=str((folder / timed.script).absolute())))
     paths = {name: getattr(engine, name) for name in ("kv_disk_path", "kv_store_path", "kv_key_file")}
     absolute = {
-        name: str((folder / path).absolute()) for name, path in paths.items() if path and not path.startswith("~")
+        name: str((folder / path).absolute())
+        for name, path in paths.items()
+        if path and not path.startswith("~") and "://" not in path
     }
     engine = replace(engine, **absolute)  # type: ignore[arg-type]
     return replace(config, model=model, log_dir=log_dir, router=router, engine=engine, **sections)

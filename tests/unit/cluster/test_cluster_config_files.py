@@ -35,6 +35,34 @@ def test_files_are_found_beside_the_configuration(folder: Path) -> None:
         assert (files.cert, files.key, files.ca) == (here["c"], here["k"], here["ca"])
 
 
+@pytest.mark.parametrize(("path", "found"), [("kv", "{}/kv"), ("~/kv", "~/kv"), ("s3://b/kv", "s3://b/kv")])
+def test_a_store_is_a_folder_beside_the_configuration_or_a_url(folder: Path, path: str, found: str) -> None:
+    config = parse(folder, f"    engine: {{kv_host_bytes: 9, kv_store_bytes: 9, kv_store_path: '{path}'}}\n")
+    assert config.engine.kv_store_path == found.format(folder)
+
+
+@pytest.mark.parametrize(
+    ("store", "key", "expected"),
+    [
+        (
+            "kv_store_bytes: 9",
+            "kv_store_bytes",
+            "needs kv_store_path: a folder that every node has, or a URL such as s3",
+        ),
+        ("kv_store_bytes: 9, kv_store_path: 'memory://kv'", "kv_store_path", "memory://kv is not shared"),
+        (
+            "kv_disk_bytes: 9, kv_disk_path: 's3://b/kv'",
+            "kv_disk_path",
+            "must be a folder on each node's own disk (got s3",
+        ),
+    ],
+)
+def test_a_place_for_kv_that_cannot_be_one_is_refused(folder: Path, store: str, key: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as failure:
+        parse(folder, f"    engine: {{kv_host_bytes: 9, {store}}}\n")
+    assert f" metadata.serving.engine.{key}: {expected}" in str(failure.value)
+
+
 def test_a_chat_template_goes_to_routers_alone(folder: Path) -> None:
     (folder / "own.jinja").write_text("")
     text = "metadata:\n  serving:\n    model: {path: m, tool_format: hermes, chat_template: %s}\n"
