@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -285,7 +286,8 @@ def _speeds_of(shape: Shape, folder: Path, rounds: int) -> dict[str, float]:
     keys = [(0, number.to_bytes(16, "little")) for number in range(num)]
     source, target = (torch.ones(size, dtype=torch.uint8).numpy() for _ in range(2))
     raw = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    raw.madvise(mmap.MADV_HUGEPAGE)  # what a disk fills most quickly
+    with suppress(OSError):  # a kernel without them
+        raw.madvise(mmap.MADV_HUGEPAGE)  # what a disk fills most quickly
     raw[:] = bytes([1]) * size
     file = os.open(folder / "raw", os.O_RDWR | os.O_CREAT | getattr(os, "O_DIRECT", 0), 0o600)
     step = 8 << 20

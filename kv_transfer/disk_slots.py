@@ -187,7 +187,7 @@ class DiskSlots:
             yield from found
 
     def _keys_of(self, slots: range) -> list[tuple[int, Key]]:
-        found, (buffer,) = [], _buffers(1, PAGE)
+        found, buffer = [], memoryview(mmap.mmap(-1, PAGE))
         for slot in slots:
             _read(self._fd, buffer, self._at(slot))
             header = unsealed(bytes(buffer), _SLOT)
@@ -276,12 +276,14 @@ class DiskSlots:
 
 def _buffers(num: int, size: int) -> list[memoryview]:
     """Memory for transfers past the page cache, which have a piece for each range of it that is not contiguous: in huge
-    pages, where there are some, a disk reads up to three times as much in the same time."""
-    each = -(-size // _HUGE) * _HUGE if size > PAGE else PAGE
-    memory = mmap.mmap(-1, num * each, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages, where there are some, a disk reads up to three times as much in the same time. A process that is forked does
+    not get it: to share huge pages would split them."""
+    memory = mmap.mmap(-1, num * size + _HUGE - PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_DONTFORK)
     with suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return [memoryview(memory)[begin : begin + size] for begin in range(0, num * each, each)]
+    first = -np.frombuffer(memory, np.uint8).ctypes.data % _HUGE  # many kernels begin where no huge page can
+    return [memoryview(memory)[first + at * size :][:size] for at in range(num)]
 
 
 def _about(key: Key) -> bytes:

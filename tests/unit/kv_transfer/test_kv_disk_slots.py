@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import random
 import resource
@@ -9,6 +10,7 @@ import stat
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -195,3 +197,24 @@ def test_a_full_disk_is_an_error_and_what_was_written_stays(tmp_path: Path) -> N
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert torch.equal(read(slots, [11])[0], block_of(11))
+
+
+def test_buffers_begin_where_huge_pages_do_and_are_not_for_a_process_that_is_forked(tmp_path: Path) -> None:
+    """A fork would have both share the pages, and the system splits huge ones that are shared and written."""
+    slots = opened(tmp_path / "file")
+    first, *others = (np.frombuffer(buffer, np.uint8).ctypes.data for buffer in slots._buffers)
+    assert first % (2 << 20) == 0 and not any(other % PAGE for other in others)
+    is_here, flags = False, list[list[str]]()
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *values = line.split()
+        if "-" in name:
+            begin, end = (int(part, 16) for part in name.split("-"))
+            is_here = any(begin <= at < end for at in (first, *others))
+        elif name == "VmFlags:" and is_here:
+            flags.append(values)
+    assert flags and all("dc" in values for values in flags)
+
+
+def test_a_system_without_huge_pages_has_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9999)  # no such advice is known
+    assert torch.equal(read(filled(tmp_path / "file"), [6, 3])[1], block_of(3))
