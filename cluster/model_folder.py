@@ -9,6 +9,7 @@ on both sides must agree on without torch. Knows no weights.
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_l
 """What config.json calls the longest context: the first is the usual name, the second GPT-2's."""
 LONGROPE_CONTEXT = 4096
 """The original context with longrope, where config.json names none."""
+_LARGEST_FILE = 256 << 20
+"""Bytes; the largest tokenizer.json and indices of tensors have some tens of millions."""
 _FROM_GGUF: dict[str, Callable[[GgufHeader], bytes]] = {
     "config.json": lambda header: _json(model_config(header)),
     "tokenizer.json": tokenizer_definition,
@@ -51,13 +54,24 @@ def has_model_file(path: Path) -> bool:
 
 
 def read_model_file(path: Path) -> bytes:
-    """Returns a file's content. Raises OSError, or CheckpointError for a GGUF file that cannot say it."""
+    """Returns a file's content. Raises OSError, or CheckpointError for what is no file of a folder (a directory, a
+    pipe), for one that is too large, and for a GGUF file that cannot say it."""
     file = gguf_file(path.parent)
     if file is None:
-        return path.read_bytes()
+        return _content(path)
     if path.name not in _FROM_GGUF:
         raise FileNotFoundError(f"{file} says nothing of {path.name}")
     return _FROM_GGUF[path.name](read_header(file))
+
+
+def _content(path: Path) -> bytes:
+    """A pipe is not opened: that would wait for whoever writes it."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path}: is a directory, pipe or device; it must be a file")
+    if status.st_size > _LARGEST_FILE:
+        raise CheckpointError(f"{path}: has {status.st_size:,} bytes; at most {_LARGEST_FILE:,} are read")
+    return path.read_bytes()
 
 
 def read_model_json(path: Path, *, required: bool = True) -> dict[str, Any]:
@@ -69,7 +83,7 @@ def read_model_json(path: Path, *, required: bool = True) -> dict[str, Any]:
         content = json.loads(read_model_file(path))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file; a checkpoint is a folder in Hugging Face's format") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: must hold a JSON object (got {type(content).__name__})")

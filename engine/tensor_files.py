@@ -7,7 +7,6 @@ an index that is wrong, a tensor in two files, one that is missing or has anothe
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -15,8 +14,10 @@ from typing import Any, Self
 from safetensors import SafetensorError, safe_open
 
 from cluster.errors import CheckpointError
+from cluster.model_folder import read_model_json
 
 INDEX_NAME = "model.safetensors.index.json"
+_LONGEST_NAME = 255
 NamedShape = tuple[str, tuple[int, ...]]
 """A tensor's name and its whole shape."""
 
@@ -121,15 +122,12 @@ class TensorFiles:
         path = self._folder / INDEX_NAME
         if not path.exists():
             return {}
-        try:
-            weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path}: cannot be read as an index of tensors: {error!r}") from None
+        weight_map = read_model_json(path).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{path}: weight_map must name a file for each tensor")
         for file in weight_map.values():
-            if not isinstance(file, str) or Path(file).name != file:
-                raise CheckpointError(f"{path}: weight_map names {file!r}; it must be a file in the same folder")
+            if not isinstance(file, str) or Path(file).name != file or len(file) > _LONGEST_NAME:
+                raise CheckpointError(f"{path}: weight_map names {file!r:.100}; it must be a file in the same folder")
         return weight_map
 
     def _single_files(self) -> list[str]:
@@ -142,9 +140,9 @@ class TensorFiles:
 
     def _open(self, file: str) -> None:
         path = self._folder / file
-        if not path.is_file():
-            raise CheckpointError(f"{path}: no such file, but {INDEX_NAME} places tensors there")
         try:
+            if not path.is_file():
+                raise CheckpointError(f"{path}: no such file; {INDEX_NAME} or a broken link names it, or it is no file")
             handle: Any = safe_open(path, framework=self._framework)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: truncated or not a safetensors file ({error}); fetch it again") from None

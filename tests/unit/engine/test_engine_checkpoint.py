@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -176,6 +177,23 @@ def test_an_index_that_makes_no_sense_is_refused(sharded: Path, text: str) -> No
     (sharded / INDEX_NAME).write_text(text)
 
     assert INDEX_NAME in _refusal(sharded)
+
+
+@pytest.mark.parametrize("name", ["..", "", "a" * 256, "pipe.safetensors"])
+def test_an_index_that_names_what_is_no_file_is_refused(sharded: Path, name: str) -> None:
+    os.mkfifo(sharded / "pipe.safetensors")
+    index = json.loads((sharded / INDEX_NAME).read_text())
+    index["weight_map"][Q_PROJ] = name
+    (sharded / INDEX_NAME).write_text(json.dumps(index))
+
+    assert "no such file" in (message := _refusal(sharded)) or "it must be a file in the same folder" in message
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"weight_map": ' * 200_000])
+def test_an_index_that_is_nested_deeply_is_refused(sharded: Path, text: str) -> None:
+    (sharded / INDEX_NAME).write_text(text)
+
+    assert f"{sharded / INDEX_NAME}: cannot be read as JSON" in _refusal(sharded)
 
 
 def test_a_folder_of_other_weights_is_refused(folder: Path) -> None:

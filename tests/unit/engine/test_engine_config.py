@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from engine_steps import make_runner
 from cluster.errors import CheckpointError, ConfigError
 from engine.models.config import ModelConfig
 from engine.models.folder import read_model
+from engine.models.tensors import check_folder
+from engine.tensor_files import INDEX_NAME
 
 
 def _edit(folder: Path, drop: tuple[str, ...] = (), **changes: Any) -> Path:
@@ -260,6 +263,25 @@ def test_a_folder_without_a_readable_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(CheckpointError, match="must hold a JSON object"):
         read_model(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", INDEX_NAME, "model.safetensors"])
+def test_what_is_no_file_or_far_too_large_is_refused_at_once(name: str, llama: Path) -> None:
+    (llama / name).unlink(missing_ok=True)
+    os.mkfifo(llama / name)
+    with pytest.raises(CheckpointError, match=f"{name}: .*no such file|{name}: is a directory, pipe or device"):
+        check_folder(llama)
+    (llama / name).unlink()
+    with (llama / name).open("wb") as file:
+        file.truncate(100 << 30)
+    with pytest.raises(CheckpointError, match=f"{name}: (has 107,374,182,400 bytes|truncated)"):
+        check_folder(llama)
+
+
+def test_a_config_that_is_nested_deeply_is_refused(llama: Path) -> None:
+    (llama / "config.json").write_text('{"hidden_size": ' + "[" * 200_000)
+    with pytest.raises(CheckpointError, match=r"config\.json: cannot be read as JSON"):
+        check_folder(llama)
 
 
 def test_a_tensor_parallel_size_that_does_not_divide_the_heads_is_refused_with_those_that_do(llama: Path) -> None:
