@@ -14,6 +14,7 @@ import mmap
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 
 from cluster.errors import CheckpointError
@@ -31,7 +32,11 @@ _STRING_BYTES = 8
 _MOST_DIMS = 4
 _PAIR_BYTES, _TENSOR_BYTES = _STRING_BYTES + 4 + 1, _STRING_BYTES + 4 + 4 + 8
 """The least bytes of a pair of metadata and of a tensor's entry."""
-_LARGEST_HEADER = 1 << 30
+_LARGEST_HEADER = 256 << 20
+_MOST_ENTRIES = 100_000
+"""Pairs of metadata, or tensors."""
+_MOST_VALUES = 4 << 20
+"""Values of all arrays together; the largest vocabularies come to a million. Each takes memory here."""
 _ALIGNMENT = "general.alignment"
 _KEPT = 4
 """Headers that stay in memory."""
@@ -118,6 +123,7 @@ class _Reader:
         self._path, self._content, self._size = path, content, size
         self._end = min(size, _LARGEST_HEADER)
         self._at = 0
+        self._num_values = 0
 
     def header(self) -> GgufHeader:
         if (magic := self._content[:4]) != _MAGIC:
@@ -130,6 +136,10 @@ class _Reader:
         num_tensors, num_pairs = int(self._number("Q")), int(self._number("Q"))
         self._check(num_pairs, _PAIR_BYTES, "pairs of metadata")
         self._check(num_tensors, _TENSOR_BYTES, "tensors")
+        if max(num_tensors, num_pairs) > _MOST_ENTRIES:
+            raise self._wrong(
+                f"names {num_tensors:,} tensors and {num_pairs:,} pairs of metadata; at most {_MOST_ENTRIES:,} are read"
+            )
         metadata: dict[str, Value] = {}
         for _ in range(num_pairs):
             key = self._string()
@@ -157,6 +167,10 @@ class _Reader:
                     f"tensor {entry.name} ends at byte {end:,}, behind the file's {self._size:,}: fetch it again"
                 )
             tensors[entry.name] = tensor
+        in_order = sorted(tensors.values(), key=lambda tensor: tensor.start)
+        for one, other in pairwise(in_order):
+            if other.start < one.start + one.size_bytes:
+                raise self._wrong(f"tensor {other.name} begins at byte {other.start:,}, within tensor {one.name}")
         return tensors
 
     def _tensor(self) -> StoredTensor:
@@ -188,12 +202,14 @@ class _Reader:
 
     def _array(self, key: str) -> tuple[Scalar, ...]:
         kind, count = int(self._number("I")), int(self._number("Q"))
-        if kind == _STRING:
-            self._check(count, _STRING_BYTES, f"strings of {key}")
-            return tuple(self._string() for _ in range(count))
-        if kind not in _NUMBERS:
+        if kind != _STRING and kind not in _NUMBERS:
             raise self._wrong(f"{key} is an array of type {kind}, which is not supported")
-        return self._numbers(_NUMBERS[kind], count)
+        least_bytes = _STRING_BYTES if kind == _STRING else struct.calcsize(f"<{_NUMBERS[kind]}")
+        self._check(count, least_bytes, f"{'strings' if kind == _STRING else 'numbers'} of {key}")
+        self._num_values += count
+        if self._num_values > _MOST_VALUES:
+            raise self._wrong(f"{key} brings arrays to {self._num_values:,} values; at most {_MOST_VALUES:,} are read")
+        return tuple(self._string() for _ in range(count)) if kind == _STRING else self._numbers(_NUMBERS[kind], count)
 
     def _string(self) -> str:
         length = int(self._number("Q"))

@@ -96,7 +96,7 @@ DAMAGED = {
     "tensors": (_header(tensors=HUGE), "names 1,152,921,504,606,846,976 tensors at byte 24, and has 24 bytes"),
     "pairs": (_header(pairs=HUGE), "names 1,152,921,504,606,846,976 pairs of metadata"),
     "key": (_header(pairs=1, rest=struct.pack("<Q", HUGE) + bytes(16)), "bytes of a string"),
-    "array": (_header(pairs=1, rest=_string("k") + struct.pack("<IIQ", 9, 4, HUGE)), "numbers at byte"),
+    "array": (_header(pairs=1, rest=_string("k") + struct.pack("<IIQ", 9, 4, HUGE)), "numbers of k at byte"),
     "strings": (_header(pairs=1, rest=_string("k") + struct.pack("<IIQ", 9, 8, HUGE)), "strings of k at byte"),
     "nested": (_header(pairs=1, rest=_string("k") + struct.pack("<IIQ", 9, 9, 1)), "k is an array of type 9"),
     "value": (_header(pairs=1, rest=_string("k") + struct.pack("<I", 77)), "k has type 77 of metadata"),
@@ -108,6 +108,10 @@ DAMAGED = {
     "dimensions": (_header(tensors=1, rest=_tensor(dims=(1,) * 5)), "tensor a has 5 dimensions"),
     "zero": (_header(tensors=1, rest=_tensor(dims=(32, 0))), "tensor a has shape [0, 32]"),
     "behind the end": (_header(tensors=1, rest=_tensor(dims=(32, HUGE))), "behind the file's"),
+    "overlap": (
+        _header(tensors=2, rest=_tensor() + _tensor("b", offset=128) + bytes(512)),
+        "tensor b begins at byte 256, within tensor a",
+    ),
     "doubled": (_header(tensors=2, rest=2 * _tensor() + bytes(512)), "has two tensors a"),
 }
 
@@ -122,6 +126,28 @@ def test_a_damaged_header_is_refused_by_name_and_at_once(case: str, tmp_path: Pa
         read_header(file)
     assert message in str(caught.value) and str(file) in str(caught.value)
     assert time.perf_counter() - begin < 1
+
+
+@pytest.mark.parametrize(
+    ("start", "message"),
+    [
+        (_header(pairs=1, rest=_string("k") + struct.pack("<IIQ", 9, 8, 30 << 20)), "k brings arrays to 31,457,280"),
+        (_header(pairs=1, rest=_string("k") + struct.pack("<IIQ", 9, 0, 250 << 20)), "k brings arrays to 262,144,000"),
+        (_header(pairs=1, rest=struct.pack("<Q", 1 << 29)), "536,870,912 bytes of a string"),
+        (_header(tensors=10_000_000), "names 10,000,000 tensors and 0 pairs of metadata; at most 100,000 are read"),
+    ],
+    ids=["strings", "bytes", "key", "tensors"],
+)
+def test_counts_that_fit_in_a_sparse_file_are_refused_at_once(start: bytes, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(start)
+    with file.open("r+b") as opened:
+        opened.truncate(100 << 30)
+    begin = time.process_time()
+    with pytest.raises(CheckpointError) as caught:
+        read_header(file)
+    assert message in str(caught.value)
+    assert time.process_time() - begin < 1
 
 
 def test_a_file_that_ends_anywhere_is_refused(file: Path, tmp_path: Path) -> None:
