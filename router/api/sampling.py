@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from cluster.errors import CheckpointError
 from cluster.pb import generation_pb2 as pb
 from router.api.call import MOST_BIASED_TOKENS
 from router.api.violations import Violations
@@ -26,6 +27,8 @@ _ABOVE = ("top_p", "repetition_penalty")
 """Parameters that must be above the low end of their range."""
 _USUAL = pb.SamplingParams(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, n=1)
 MOST_BIAS = 100.0
+_LARGEST_NUMBER = 1e30
+_MOST_TOP_K = 2**31 - 1
 
 
 def default_sampling(**given: float) -> pb.SamplingParams:
@@ -37,11 +40,19 @@ def default_sampling(**given: float) -> pb.SamplingParams:
 
 
 def model_defaults(generation: Mapping[str, Any]) -> pb.SamplingParams:
-    """The defaults that a model's generation_config.json sets."""
-    given = {name: float(generation[name]) for name in SAMPLING_RANGES if generation.get(name) is not None}
+    """The defaults that a model's generation_config.json sets. Raises CheckpointError for what is no number."""
+    given = {name: _number(generation, name) for name in SAMPLING_RANGES if generation.get(name) is not None}
     if generation.get("do_sample") is False:
         given["temperature"] = 0.0
-    return default_sampling(**given, top_k=max(0, int(generation.get("top_k") or 0)))
+    top_k = 0 if generation.get("top_k") is None else int(_number(generation, "top_k"))
+    return default_sampling(**given, top_k=max(0, min(top_k, _MOST_TOP_K)))
+
+
+def _number(generation: Mapping[str, Any], name: str) -> float:
+    value = generation[name]
+    if type(value) not in (int, float) or not abs(value) <= _LARGEST_NUMBER:
+        raise CheckpointError(f"generation_config.json: {name} must be a number (got {value!r:.100})")
+    return float(value)
 
 
 def resolve_sampling(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,27 @@ def test_a_broken_file_is_named(tmp_path: Path, file: str, content: str, says: s
     with pytest.raises(CheckpointError, match=says):
         model_of(folder)
         Tokenizer.from_folder(folder)
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens"])
+@pytest.mark.parametrize("value", ["x", [1], {"a": 1}, True, math.nan, math.inf, 10**400])
+def test_a_default_that_is_no_number_is_refused_by_name(tmp_path: Path, name: str, value: object) -> None:
+    with pytest.raises(CheckpointError, match=rf"generation_config\.json: {name} must be a (positive integer|number)"):
+        model_of(make_model_folder(tmp_path, **{name: value}))
+
+
+@pytest.mark.parametrize("value", ["x", 1.5, True, -1, [1, None], {"a": 1}, 10**400])
+def test_end_tokens_that_are_none_are_refused_by_name(tmp_path: Path, value: object) -> None:
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id must be a token id or a list"):
+        model_of(make_model_folder(tmp_path, eos_token_id=value))
+
+
+def test_a_context_that_no_message_holds_is_refused(tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path)
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 10**30}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="max_position_embeddings must be a positive integer"):
+        model_of(folder)
 
 
 def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
