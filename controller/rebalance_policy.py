@@ -45,7 +45,7 @@ _BURST_S = 30.0
 _SHORT = 0.75
 """Where the best split serves less than this share of what is asked for, workers in hand count as well."""
 _LESS_IN_HAND = 0.1
-"""There, a split that keeps fewer of them must serve more by this share."""
+"""There, a split that keeps fewer of them must serve more by this share, unless it would have lately on the mean."""
 _HOLDS_S = 300.0
 """Seconds for which what was seen of a split is believed while the cluster has another."""
 
@@ -143,6 +143,10 @@ class AutoRatio:
         """When enough had come to tell for the first time, or after a pause."""
         self._wanted: int | None = None
         self._wanted_since = 0.0
+        self._better: int | None = None
+        """The split that was predicted to serve more last."""
+        self._better_by, self._followed_at = 0.0, 0.0
+        """The share of it, as a mean of the last `_BURST_S`."""
         self._size: int | None = None
         """Number of workers that would have been better since `_size_since`."""
         self._size_since = 0.0
@@ -159,7 +163,7 @@ class AutoRatio:
         worker, bounds, num_prefill = question.worker, question.bounds, question.num_prefill
         usual = question.usual
         if worker is None or usual is None or not bounds.splits:
-            self._wanted = self._known_since = None
+            self._wanted = self._known_since = self._better = None
             why = "stays: too little has been measured to tell"
             unknown = RebalanceDecision(num_prefill, bounds.num_workers, Reason.UNKNOWN, why)
             if demand.num_placed >= LEAST_REQUESTS:
@@ -190,7 +194,8 @@ class AutoRatio:
         if is_burst:
             summary += "; more than any split serves: each role keeps workers in hand"
         margin = self._patience.margin
-        if served < _SHORT * asked and steady(best) < steady(num_prefill):
+        self._follow(now, best, num_prefill, score)
+        if served < _SHORT * asked and steady(best) < steady(num_prefill) and self._better_by <= margin:
             margin = max(margin, _LESS_IN_HAND)
         if best != num_prefill and gain > margin:
             self._size = None
@@ -212,9 +217,21 @@ class AutoRatio:
             return
         self._moved_at, self._begun_at = now, now
         self._last_direction = (after[0] > before[0]) - (after[0] < before[0])
-        self._wanted = self._size = self._late_since = None
+        self._wanted = self._size = self._late_since = self._better = None
         if before[1] != after[1]:
             self._seen.clear()
+
+    def _follow(self, now: float, best: int, num_prefill: int, score: Callable[[int], float]) -> None:
+        """Counts what a split that was better would have served more, also at looks at which it is not the best."""
+        if self._better is None:
+            self._better_by, self._followed_at = 0.0, now
+        is_same_way = self._better is not None and (best - num_prefill) * (self._better - num_prefill) > 0
+        if best != num_prefill and (is_same_way or self._better_by <= 0):
+            self._better, self._better_by = best, max(0.0, self._better_by)
+        if self._better is not None and score(num_prefill) > 0:
+            gain = score(self._better) / score(num_prefill) - 1
+            self._better_by += (gain - self._better_by) * min(1.0, (now - self._followed_at) / _BURST_S)
+        self._followed_at = now
 
     def _resized(
         self, now: float, service: SplitService, bounds: SplitBounds, asked: float, served: float, num_prefill: int

@@ -98,11 +98,27 @@ def test_what_has_come_for_long_is_no_burst() -> None:
     assert [num_prefill for _, num_prefill in clock.moves] == [10, 13]
 
 
-def test_where_more_comes_than_any_split_serves_workers_in_hand_are_not_given_up_for_little() -> None:
-    for num_prefill, moves in ((50, []), (40, [54])):
-        clock = Clock(num_prefill, bounds=SplitBounds(num_workers=64))
-        clock.run(60, load(140.0, 800, 60))
-        assert [split for _, split in clock.moves] == moves, num_prefill
+def test_where_more_comes_than_any_split_serves_workers_in_hand_are_given_up_for_little_only_if_it_lasts() -> None:
+    """Less than a tenth more at once moves nothing, and a tenth does; less that is there on the mean does later."""
+    large = SplitBounds(num_workers=64)
+    over = load(140.0, 800, 60)
+    for num_prefill, seconds, moves in ((50, 10, []), (40, 10, [54]), (50, 60, [54])):
+        clock = Clock(num_prefill, bounds=large)
+        clock.run(seconds, over)
+        assert [split for _, split in clock.moves] == moves, (num_prefill, seconds)
+    between = Clock(50, bounds=large)
+    for _ in range(10):
+        between.run(8, over)
+        between.run(2, load(30.0, 800, 60))  # all serve it
+    assert [split for _, split in between.moves] == [54]
+
+
+def test_bursts_whose_gain_is_lost_between_them_give_up_no_workers_in_hand() -> None:
+    clock = Clock(50, bounds=SplitBounds(num_workers=64))
+    for _ in range(10):
+        clock.run(4, load(140.0, 800, 60))
+        clock.run(8, load(120.0, 700, 75))
+    assert not clock.moves
 
 
 def test_who_moved_stays_for_a_while() -> None:
