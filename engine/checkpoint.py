@@ -19,13 +19,13 @@ from pathlib import Path
 import torch
 
 from cluster.errors import CheckpointError
-from engine.tensor_files import TensorFiles
+from engine.tensor_files import CODE_TYPES, FLOAT_TYPES, TensorFiles
 from engine.weight_stream import FileRuns, WeightStream
 
 _LENGTH_BYTES = 8
 """Bytes that a safetensors file begins with: the length of its header."""
-_FLOAT_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_CODE_TYPES = {torch.int32: "I32", torch.int8: "I8", torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3"}
+_FLOAT_TYPES = dict(zip(FLOAT_TYPES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
+_CODE_TYPES = dict(zip((torch.int32, torch.int8, torch.uint8, torch.float8_e4m3fn), CODE_TYPES, strict=True))
 """Types of what stands for a weight, which are read as they are."""
 
 
@@ -85,12 +85,8 @@ class Checkpoint(TensorFiles):
         CheckpointError when the tensor is missing, has another shape, is not of floating point (where `out` is of
         integers or fp8: not of that type), or when the file cannot be read.
         """
-        source = self.find(part.name, part.stored_shape)
         types = {_CODE_TYPES[out.dtype]: out.dtype} if out.dtype in _CODE_TYPES else _FLOAT_TYPES
-        if source.get_dtype() not in types:
-            raise CheckpointError(
-                f"{self.describe(part.name)} has type {source.get_dtype()}; Baton reads {', '.join(types)}"
-            )
+        source = self.find(part.name, part.stored_shape, tuple(types))
         if not math.prod(part.local_shape):
             return
         dtype = types[source.get_dtype()]

@@ -5,7 +5,7 @@ Owns llama.cpp's names; `engine.gguf_checkpoint` reads the data.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -118,8 +118,9 @@ class GgufFile(TensorFiles):
     def shape_of(self, name: str) -> tuple[int, ...]:
         return self._tensors[name].shape
 
-    def find(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
-        """Returns where a tensor lies; raises CheckpointError if it is missing or has another shape."""
+    def find(self, name: str, shape: tuple[int, ...], types: Sequence[str] = ()) -> StoredTensor:
+        """Returns where a tensor lies; raises CheckpointError if it is missing or has another shape.
+        `types` is not looked at: headers are refused for types that are not read."""
         tensor = self._tensors.get(name)
         if tensor is None:
             raise CheckpointError(f"{self._folder}: tensor {name} is missing (expected shape {list(shape)})")

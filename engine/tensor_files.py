@@ -7,6 +7,7 @@ an index that is wrong, a tensor in two files, one that is missing or has anothe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,6 +18,10 @@ from cluster.errors import CheckpointError
 from cluster.model_folder import read_model_json
 
 INDEX_NAME = "model.safetensors.index.json"
+FLOAT_TYPES = ("F32", "BF16", "F16")
+"""The types of weights that are no codes, as the headers name them."""
+CODE_TYPES = ("I32", "I8", "U8", "F8_E4M3")
+"""The types of what stands for a weight."""
 _LONGEST_NAME = 255
 NamedShape = tuple[str, tuple[int, ...]]
 """A tensor's name and its whole shape."""
@@ -78,8 +83,9 @@ class TensorFiles:
     def num_tensors(self) -> int:
         return len(self._file_of_tensor)
 
-    def find(self, name: str, shape: tuple[int, ...]) -> Any:
-        """Returns a tensor's slice of `safe_open`; raises CheckpointError if it is missing or has another shape."""
+    def find(self, name: str, shape: tuple[int, ...], types: Sequence[str]) -> Any:
+        """Returns a tensor's slice of `safe_open`; raises CheckpointError if it is missing, or has another shape or
+        none of the types."""
         file = self._file_of_tensor.get(name)
         if file is None:
             raise CheckpointError(f"{self._describe_files()}: tensor {name} is missing (expected shape {list(shape)})")
@@ -89,6 +95,8 @@ class TensorFiles:
             raise CheckpointError(
                 f"{self.describe(name)} has shape {list(found)}, but config.json asks for {list(shape)}"
             )
+        if (kind := source.get_dtype()) not in types:
+            raise CheckpointError(f"{self.describe(name)} has type {kind}; Baton reads {', '.join(types)}")
         self._unread.discard(name)
         return source
 

@@ -16,15 +16,15 @@ from engine.models.experts import MXFP4_GROUP, ExpertNames, ExpertsConfig
 from engine.models.folder import check_foreign, is_foreign, read_fields, read_model
 from engine.models.latent import LatentConfig
 from engine.quantization.stored import Microscaling
-from engine.tensor_files import NamedShape, TensorFiles
+from engine.tensor_files import CODE_TYPES, FLOAT_TYPES, NamedShape, TensorFiles
 
 
 def check_folder(folder: Path, model_impl: str = "auto", *, needs_weights: bool = True) -> ModelConfig | None:
     """Returns the model, or None where transformers' own code is to compute it. Reads no weights.
 
     Raises CheckpointError for a configuration that is not served, naming the key and what is supported, and for a
-    tensor that is missing, in two files, of another shape or without a place in the model, naming the file and the
-    tensor."""
+    tensor that is missing, in two files, of another shape or type or without a place in the model, naming the file and
+    the tensor."""
     fields, config = read_fields(folder), None
     if is_foreign(fields, model_impl):
         check_foreign(folder, fields)
@@ -39,10 +39,11 @@ def check_folder(folder: Path, model_impl: str = "auto", *, needs_weights: bool 
 
 def _check_tensors(config: ModelConfig, files: TensorFiles) -> None:
     packing = config.packing
+    types = FLOAT_TYPES if packing is None else (*FLOAT_TYPES, *CODE_TYPES)
     for name, shape in declared_tensors(config):
         is_matrix = len(shape) == 2 and name.endswith(".weight")
         for stored in packing.tensors_of(name, shape, files) if packing and is_matrix else [(name, shape)]:
-            files.find(*stored)
+            files.find(*stored, types)
     # Some writers add biases of zeros to packed layers: whether they are, only their data say.
     zeros = () if packing is None else (".bias",)
     files.check_all_read(unused_endings(config) + zeros, config.left_out)

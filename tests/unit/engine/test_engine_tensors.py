@@ -80,6 +80,15 @@ def test_of_mxfp4_what_is_declared_is_what_a_checkpoint_has(tmp_path: Path) -> N
     assert "tensor model.layers.2.mlp.experts.down_proj_scales is missing" in _refusal(folder)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.float8_e4m3fn, torch.bool])
+def test_a_tensor_of_a_type_that_is_not_read_is_refused(dtype: torch.dtype, folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors[K_PROJ] = tensors[K_PROJ].to(dtype)
+    save_file(tensors, folder / "model.safetensors")
+    assert f"{folder / 'model.safetensors'}: tensor {K_PROJ} has type " in (message := _refusal(folder))
+    assert message.endswith("; Baton reads F32, BF16, F16")
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma3"])
 def test_of_gguf_what_is_declared_is_what_a_file_has(kind: str, tmp_path: Path) -> None:
     folder = make_checkpoint(kind, tmp_path / "model")
