@@ -95,8 +95,8 @@ class BlockStore(Protocol):
         """Yields all there are, those included whose writers were killed."""
         ...
 
-    def delete(self, name: str) -> None:
-        """Does nothing where there is none."""
+    def delete(self, *names: str) -> None:
+        """Does nothing for those that are not there."""
         ...
 
 
@@ -163,8 +163,9 @@ class FolderStore:
                         name = path.relative_to(self._folder).as_posix()
                         yield StoredObject(name, said.st_size, said.st_mtime)
 
-    def delete(self, name: str) -> None:
-        (self._folder / name).unlink(missing_ok=True)
+    def delete(self, *names: str) -> None:
+        for name in names:
+            (self._folder / name).unlink(missing_ok=True)
 
 
 def _entries(folder: Path) -> Iterator[Path]:
@@ -291,12 +292,9 @@ class StoreObjects:
         first, last = f"{self._namespace.hex()}/", f".r{self._tp_rank}"
 
         def delete() -> int:
-            num = 0
-            for each in self._store.objects():
-                if each.name.startswith(first) and each.name.endswith(last):
-                    self._store.delete(each.name)
-                    num += 1
-            return num
+            names = [name for name, *_ in self._store.objects() if name.startswith(first) and name.endswith(last)]
+            self._store.delete(*names)
+            return len(names)
 
         return sum(self._made([delete], 1, LOOK_TIMEOUT_S))
 
@@ -335,12 +333,12 @@ class StoreObjects:
         if used + num_bytes > self.limit_bytes:
             found = [each for each in found if not each.name.endswith(_PART)]  # others are being written
             found.sort(key=lambda each: each.used_at)
-            num = 0
-            while num < len(found) and used + num_bytes > FULL_SHARE * self.limit_bytes:
-                self._store.delete(found[num].name)
-                used -= found[num].size_bytes
-                num += 1
-            logger.info("the KV store was full: deleted the %d objects used least recently", num)
+            names = list[str]()
+            while len(names) < len(found) and used + num_bytes > FULL_SHARE * self.limit_bytes:
+                used -= found[len(names)].size_bytes
+                names.append(found[len(names)].name)
+            self._store.delete(*names)
+            logger.info("the KV store was full: deleted the %d objects used least recently", len(names))
         self.used_bytes, self._num_unseen = used, 0
 
     def _make_room(self, num_bytes: int) -> None:

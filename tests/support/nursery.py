@@ -37,7 +37,10 @@ _MAX_MESSAGE_BYTES = 64 * 1024
 _PR_SET_PDEATHSIG = 1
 
 
-_ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+_ENVIRONMENT = {
+    "PYTHONPATH": os.pathsep.join(dict.fromkeys([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])),
+    "OMP_NUM_THREADS": "1",
+}
 
 
 class Child:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
+from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from cluster.errors import ConfigError, Corrupted
@@ -85,15 +89,34 @@ def test_what_is_there_is_written_again_once_it_is_old(
 
 
 def test_objects_are_listed_with_size_and_time_and_deleting_none_is_no_error(storage: dict[str, Any]) -> None:
-    store, begun = BucketStore(URL + "/"), time.time()
-    store.put("a/b/c", b"12")
+    store, begun, name = BucketStore(URL + "/"), time.time(), f"{'ab' * 32}/cd/{'ef' * 16}.g0.r0"
+    assert not [*store.objects()]
+    store.put(name, b"12")
     (found,) = store.objects()
-    assert found == StoredObject("a/b/c", 2, found.used_at) and begun - 1 <= found.used_at <= time.time() + 1
-    store.delete("a/b/c")
-    store.delete("a/b/c")
-    assert not store.has("a/b/c") and not [*store.objects()]
+    assert found == StoredObject(name, 2, found.used_at) and begun - 1 <= found.used_at <= time.time() + 1
+    store.delete(name, "another")
+    store.delete(name)
+    assert not store.has(name) and not [*store.objects()]
     with pytest.raises(FileNotFoundError):
-        store.get("a/b/c")
+        store.get(name)
+
+
+def test_folders_that_others_have_in_the_bucket_are_not_looked_into(
+    storage: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, looked_into, ls = BucketStore(URL), list[str](), MemoryFileSystem.ls
+    names = [f"{number:064x}/{number % 256:02x}/{number:032x}.g0.r0" for number in range(300)]
+    for name in (*names, "theirs/deep/object", f"{1:064x}/theirs/object", "object"):
+        store.put(name, b"1")
+
+    def watched(self: MemoryFileSystem, path: str, **options: Any) -> list[dict[str, Any]]:
+        looked_into.append(path)
+        found: list[dict[str, Any]] = ls(self, path, **options)
+        return found
+
+    monkeypatch.setattr(MemoryFileSystem, "ls", watched)
+    assert [each.name for each in store.objects()] == names
+    assert len(looked_into) == 1 + 2 * 300 and not any("theirs" in path for path in looked_into)
 
 
 @pytest.mark.parametrize("call", ["put", "get", "has", "objects", "delete", "try_out"])
@@ -107,7 +130,7 @@ def test_what_a_client_of_storage_raises_is_an_oserror(
         raise EndpointConnectionError("could not connect")
 
     store = BucketStore(URL)
-    for name in ("info", "pipe_file", "cat_file", "find", "rm_file"):
+    for name in ("info", "pipe_file", "cat_file", "ls", "rm_file"):
         monkeypatch.setattr(MemoryFileSystem, name, away)
     arguments = {"put": ("a", b"1"), "objects": (), "try_out": ()}.get(call, ("a",))
     with pytest.raises(OSError, match="EndpointConnectionError: could not connect"):
@@ -136,6 +159,9 @@ def test_a_store_is_a_folder_or_a_url_that_can_be_written(
         store_at(str(tmp_path / "a" / "b"))
     with pytest.raises(ConfigError, match=r"kv_store_path: nope://kv cannot be used: Protocol not known"):
         store_at("nope://kv")
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(ConfigError, match=r"kv_store_path: s3://b/kv cannot be used: .*; pip install 'baton\[s3\]'"):
+        store_at("s3://b/kv")
 
     def refuse(*args: object) -> None:
         raise PermissionError("Access Denied")
@@ -143,3 +169,26 @@ def test_a_store_is_a_folder_or_a_url_that_can_be_written(
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", refuse)
     with pytest.raises(ConfigError, match=r"kv_store_path: memory://kv/of/cluster cannot be used: Access Denied"):
         store_at(URL)
+
+
+class SilentFiles(AsyncFileSystem):  # type: ignore[misc]
+    """Storage whose server takes what it is asked, and never answers."""
+
+    protocol = "silent"
+
+    async def _never(self, *args: object, **options: object) -> None:
+        await asyncio.sleep(60.0)
+
+    _pipe_file = _cat_file = _info = _ls = _rm_file = _never
+
+
+@pytest.mark.parametrize("call", ["put", "get", "has", "objects", "delete", "try_out"])
+def test_storage_that_never_answers_is_given_up_in_time(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec.register_implementation("silent", SilentFiles, clobber=True)
+    for bound in ("MOVE_TIMEOUT_S", "START_TIMEOUT_S", "LOOK_TIMEOUT_S"):
+        monkeypatch.setattr(bucket_store, bound, 0.1)
+    store, begun = BucketStore("silent://kv"), time.monotonic()
+    arguments = {"put": ("a", b"1"), "objects": (), "try_out": ()}.get(call, ("a",))
+    with pytest.raises(TimeoutError, match="no answer in time"):
+        list(getattr(store, call)(*arguments) or ())
+    assert time.monotonic() - begun < 5.0
