@@ -5,7 +5,7 @@ here) gets a chunk of them from what the budget leaves. When a sequence needs a 
 youngest one is preempted: its blocks return, stay findable while nobody takes them, and it goes on before any newcomer
 with what is found of them, in the pool or the tiers below it, where loading is quicker than computing. The oldest
 always runs on, so something always ends. Owns the page copies that forks ask for; both pages stay referenced until
-copied.
+copied, or until the fork has left.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class DecodeScheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is anything to plan: sequences, or page copies of those that have ended."""
-        return bool(self._running or self._waiting or self._loading or self._copies)
+        """Whether there is anything to plan."""
+        return bool(self._running or self._waiting or self._loading)
 
     @property
     def running(self) -> Seq[Sequence]:
@@ -90,7 +90,7 @@ class DecodeScheduler:
             self._loading.remove(sequence)
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
-        release_blocks(sequence, self._blocks)
+        self._release(sequence)
 
     def admit(self) -> list[Sequence]:
         """Moves waiting sequences into the batch while places and blocks last, each once its cached blocks are there;
@@ -180,6 +180,15 @@ class DecodeScheduler:
         self._blocks.share([source, target])
         self._copies.append((source, target))
 
+    def _release(self, sequence: Sequence) -> None:
+        """Returns its blocks, and those of page copies that nobody else waits for: they would hold up the oldest."""
+        own = set(sequence.block_table)
+        dropped = [pair for pair in self._copies if pair[1] in own]
+        if dropped:
+            self._copies = [pair for pair in self._copies if pair[1] not in own]
+            self.copied(dropped)
+        release_blocks(sequence, self._blocks)
+
     def _num_places(self, more: int) -> int:
         return sum(s.fan_out for s in chain(self._running, self._loading)) + self.num_reserved_seqs + more
 
@@ -216,7 +225,7 @@ class DecodeScheduler:
             victim.num_preempted_tokens = victim.num_computed_tokens
             if not victim.request.use_prefix_cache:  # else they can be found
                 keep_blocks(victim, self._blocks, victim.num_computed_tokens)
-        release_blocks(victim, self._blocks)
+        self._release(victim)
         self.add(victim)
         self.num_preemptions += 1
         return victim

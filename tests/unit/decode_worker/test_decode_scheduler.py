@@ -139,19 +139,47 @@ def test_the_youngest_gives_way_when_a_window_has_no_block_for_the_next_token(mo
     assert old.block_table[3] >= 0
 
 
-def test_a_page_waits_to_be_copied_even_when_both_sequences_have_left() -> None:
+def forked(scheduler: DecodeScheduler, blocks: BlockManager, num_forks: int) -> tuple[Sequence, list[Sequence]]:
+    """A prompt of 6 tokens and its forks, each of which waits for a copy of the second page."""
+    parent = running(scheduler, blocks, 6, 0)
+    children = [Sequence(parent.request, index, 0, output_token_ids=[2]) for index in range(1, num_forks + 1)]
+    scheduler.fork(parent, children, [])
+    return parent, children
+
+
+def test_a_page_waits_to_be_copied_when_its_source_has_left_and_not_when_the_fork_has() -> None:
     blocks = BlockManager(4, 4)
     scheduler = DecodeScheduler(blocks, 8)
-    parent = running(scheduler, blocks, 6, 0)
-    child = Sequence(parent.request, 1, 0, output_token_ids=[2])
-    scheduler.fork(parent, [child], [])
+    parent, (child,) = forked(scheduler, blocks, 1)
+    scheduler.remove(parent)
+    assert blocks.num_held == 3 and scheduler._copies
+    scheduler.remove(child)
+    assert blocks.num_held == 0 and not scheduler.has_work and not scheduler.take_copies()
+
+
+def test_a_page_stays_until_it_is_copied_when_the_step_has_begun_and_both_sequences_leave() -> None:
+    blocks = BlockManager(4, 4)
+    scheduler = DecodeScheduler(blocks, 8)
+    parent, (child,) = forked(scheduler, blocks, 1)
+    copies = scheduler.take_copies()
     scheduler.remove(parent)
     scheduler.remove(child)
-    assert scheduler.has_work
-    copies = scheduler.take_copies()
     assert blocks.num_held == 2 and not scheduler.has_work
     scheduler.copied(copies)
     assert blocks.num_held == 0
+
+
+def test_pages_of_preempted_forks_do_not_hold_up_the_oldest() -> None:
+    """They were left to copies that no step made, as the oldest gave way to them and nothing ran: until something else
+    woke the worker, all of them waited."""
+    blocks = BlockManager(6, 4)
+    scheduler = DecodeScheduler(blocks, 8)
+    oldest, children = forked(scheduler, blocks, 2)
+    blocks.allocate(2)  # somebody else's
+    oldest.output_token_ids += range(9)  # known from elsewhere, to be computed
+    scheduled, preempted = scheduler.plan(StepBudget(64))
+    assert [share.sequence for share in scheduled] == [oldest] and preempted == [*reversed(children)]
+    assert not scheduler.take_copies()
 
 
 @pytest.fixture
