@@ -132,8 +132,7 @@ def store_at(path: str) -> BlockStore:
         store.try_out()
         return store
     except (ImportError, ValueError) as error:
-        install = "; pip install 'baton[s3]'" if isinstance(error, ImportError) and path.startswith("s3") else ""
-        raise ConfigError(f"kv_store_path: {path} cannot be used: {error}{install}") from error
+        raise ConfigError(f"kv_store_path: {path} cannot be used: {error}") from error
     except OSError as error:
         where = _BUCKET if "://" in path else "it is made in a folder that every node has, such as a mount"
         raise ConfigError(f"kv_store_path: {path} cannot be used: {error.strerror or error}; {where}") from error

@@ -97,7 +97,7 @@ class EngineSection:
     kv_store_path: str | None = None
     """Folder of that store, on a file system that every node has, such as NFS, relative to the folder of this file.
     Files in it can be read by their owner only. Or a URL of storage that fsspec has a file system for, such as
-    s3://BUCKET/FOLDER, whose package is to be installed (`pip install 'baton[s3]'`)."""
+    s3://BUCKET/FOLDER, whose package is to be installed (`pip install s3fs`)."""
     kv_store_policy: choices.KvStorePolicyName = "reused"
     """What a worker writes to the store while it serves: what a second prompt has begun with (reused), what its host
     memory gives up next (evicted), or everything (all). One that is stopped writes what it has, as time allows."""
