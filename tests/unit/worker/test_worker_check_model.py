@@ -110,7 +110,7 @@ def test_the_least_that_weights_take_is_no_more_than_they_take(name: str, tmp_pa
         runner = make_runner(path, dtype=dtype, quantization=quantization)
         least = least_weight_bytes(runner.config, 1, dtype, quantization)
         taken = weight_bytes(runner.config, 1, runner.weight_form)
-        assert 0.4 * taken < least <= taken, (dtype, quantization)
+        assert 0.25 * taken < least <= taken, (dtype, quantization)  # where weights lie in tiles, small ones have rims
 
 
 def test_serve_asks_for_its_roles_before_it_starts_ray(folder: Path, tmp_path: Path) -> None:
