@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import count, takewhile
 from pathlib import Path
 
+from cluster.prefix_hash import prefix_hashes
 from simulate import workload
 from simulate.workload import RequestShape
 
@@ -121,7 +122,7 @@ class EndlessCache:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._blocks: set[int] = set()
+        self._blocks: set[bytes] = set()
 
     @property
     def num_tokens(self) -> int:
@@ -129,31 +130,24 @@ class EndlessCache:
         return len(self._blocks) * self._block_size
 
     def add(self, token_ids: Sequence[int]) -> None:
-        self._blocks.update(self._chain(token_ids))
+        self._blocks.update(prefix_hashes([*token_ids, 0], self._block_size, b""))  # without the last
 
     def num_cached(self, prompt: Sequence[int]) -> int:
         """Tokens of whole blocks but for the last token, which is always computed."""
-        return sum(1 for _ in takewhile(self._blocks.__contains__, self._chain(prompt[:-1]))) * self._block_size
-
-    def _chain(self, token_ids: Sequence[int]) -> Iterator[int]:
-        """Of each whole block, with all before it."""
-        before, size = 0, self._block_size
-        for end in range(size, len(token_ids) + 1, size):
-            before = hash((before, tuple(token_ids[end - size : end])))
-            yield before
+        found = takewhile(self._blocks.__contains__, prefix_hashes(prompt, self._block_size, b""))
+        return sum(1 for _ in found) * self._block_size
 
 
 def working_set(sessions: Sequence[Session], block_size: int) -> tuple[int, int]:
     """Tokens of all that the sessions could find again, and of their longest context."""
-    cache, longest = EndlessCache(block_size), 0
+    cache, longest, answers = EndlessCache(block_size), 0, count(_TOKENS.stop)
     for session in sessions:
         context: list[int] = []
-        for number, turn in enumerate(session.turns):
-            answer = [-1 - number] * turn.num_output_tokens
+        for turn in session.turns:
+            answer = [next(answers)] * turn.num_output_tokens  # nobody else has it
             context = [*([] if session.are_whole else context), *turn.token_ids, *answer]
             longest = max(longest, len(context))
-            # Nobody else has an answer: the block with its first token differs for each session.
-            cache.add([hash((session.session_id, token)) if token < 0 else token for token in context])
+            cache.add(context)
     return cache.num_tokens, longest
 
 

@@ -148,7 +148,7 @@ def asking(client: BatonClient) -> Ask:
 
 
 def asking_over_http(client: httpx2.Client) -> Ask:
-    """Over OpenAI's API, of Baton or vLLM, whose first model answers."""
+    """Over OpenAI's API with the ids of tokens in answers, as vLLM has them; the first model answers."""
     model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
     body = {"model": model, "temperature": 0, "stream": True, "ignore_eos": True, "return_token_ids": True}
     body |= {"stream_options": {"include_usage": True}}
@@ -168,6 +168,8 @@ def asking_over_http(client: httpx2.Client) -> Ask:
                     token_ids += choice.get("token_ids") or ()
                 details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
                 num_cached = details.get("cached_tokens") or num_cached
+        if len(token_ids) != num_output:
+            raise SystemExit(f"--url: {len(token_ids)} ids of {num_output} tokens came: return_token_ids is not known")
         return Answer(token_ids, num_cached, first_s)
 
     return ask

@@ -33,8 +33,8 @@ RENEW_S = 3600.0
 _BUCKET = "the bucket must be there, and workers write, read, list and delete objects in it"
 _AT_ONCE = 32
 """Folders that are listed, or objects that are deleted, at once."""
-_NAMESPACE, _PART = re.compile("[0-9a-f]{64}"), re.compile("[0-9a-f]{2}")
-"""Folders of objects."""
+_NAMESPACE, _DIGESTS = re.compile("[0-9a-f]{64}"), re.compile("[0-9a-f]{2}")
+"""The folder of a namespace, and those in it by the first byte of a digest."""
 _CHANGED = ("LastModified", "last_modified", "mtime", "updated", "created")
 """Where listings of the file systems have the time of the last write."""
 
@@ -79,7 +79,7 @@ class BucketStore:
     def objects(self) -> Iterator[StoredObject]:
         """Lists some folders at a time: a listing takes 6 kB of memory for each object. Looks into no other folders."""
         namespaces = self._folders([self._root], _NAMESPACE)
-        for found in self._listings(self._folders(namespaces, _PART)):
+        for found in self._listings(self._folders(namespaces, _DIGESTS)):
             for there in found:
                 name = there["name"].removeprefix(self._root).strip("/")
                 yield StoredObject(name, int(there["size"]), _changed_at(there))

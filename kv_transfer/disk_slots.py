@@ -40,6 +40,7 @@ from kv_transfer.sealed import BlockCipher, Key, KvSecret, sealed, unsealed
 _MOST_BYTES = 2 << 20
 """Of slots that lie side by side, read or written at a time, while others are copied to or from their buffers."""
 _HUGE = 2 << 20
+"""Bytes of a huge page."""
 _DEPTH = 4
 """Reads or writes under way."""
 _HEADERS = 256

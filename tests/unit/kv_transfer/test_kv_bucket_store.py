@@ -177,7 +177,7 @@ class SilentFiles(AsyncFileSystem):  # type: ignore[misc]
     protocol = "silent"
 
     async def _never(self, *args: object, **options: object) -> None:
-        await asyncio.sleep(60.0)
+        await asyncio.Event().wait()
 
     _pipe_file = _cat_file = _info = _ls = _rm_file = _never
 
