@@ -66,6 +66,11 @@ class DecodeScheduler:
         return bool(self._running or self._waiting or self._loading)
 
     @property
+    def is_only_landing(self) -> bool:
+        """Whether nothing here frees a block before a hand-off of another worker arrives."""
+        return self.num_reserved_seqs > 0 and not (self._running or self._loading)
+
+    @property
     def running(self) -> Seq[Sequence]:
         """The batch, in its order."""
         return self._running

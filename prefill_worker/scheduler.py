@@ -32,6 +32,11 @@ class PrefillScheduler:
     def num_running(self) -> int:
         return len(self._running)
 
+    @property
+    def first_waiting(self) -> Sequence | None:
+        """The prompt whose turn it is once its blocks fit."""
+        return self._waiting[0] if self._waiting else None
+
     def is_running(self, sequence: Sequence) -> bool:
         return sequence in self._running
 

@@ -90,6 +90,11 @@ class DecodeRole:
         return bool(self._to_reserve) or self._scheduler.has_work
 
     @property
+    def is_only_landing(self) -> bool:
+        """Whether nothing here frees a block before a hand-off of another worker arrives."""
+        return self._scheduler.is_only_landing
+
+    @property
     def num_preemptions(self) -> int:
         return self._scheduler.num_preemptions
 
@@ -245,8 +250,7 @@ class DecodeRole:
             self._scheduler.fork(sequence, children, [])
         for child in born:
             finish = check_finish(task.request.params, child.output_token_ids)
-            is_over = child.index in task.aborted or finish is not None
-            if child.index in task.live and is_over:
+            if child.index in task.live and (finish is not None or child.index in task.aborted):
                 self._end_sequence(task, child)
 
     def check_idle(self) -> None:
@@ -262,8 +266,7 @@ class DecodeRole:
 
     def _send(self, action: SendMessage) -> None:
         """On a connection that is retired meanwhile nobody would read it."""
-        connection = self._connections.get(action.epoch)
-        if connection is not None:
+        if (connection := self._connections.get(action.epoch)) is not None:
             connection.send(action.message)
 
     def _carry_out(self, actions: Actions) -> None:

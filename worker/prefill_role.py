@@ -7,6 +7,7 @@ In a fetch nothing is computed: the sequence is what the prefix cache has of the
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
@@ -156,14 +157,30 @@ class PrefillRole:
 
     # Steps
 
-    def plan(self, budget: StepBudget, last_step: int) -> list[ScheduledSequence]:
-        """Shares of the next step; prompts that start now offer what the prefix cache already has at once."""
+    def plan(
+        self, budget: StepBudget, last_step: int, *, may_wait: Callable[[], bool] = lambda: True
+    ) -> list[ScheduledSequence]:
+        """Shares of the next step; prompts that start now offer what the prefix cache already has at once. One for
+        which there are no blocks is given up where nothing of this role frees any, and it `may_wait` for nobody else's:
+        those that are reserved for hand-offs may be waiting for prompts at a worker that waits for this one."""
         self._offer_arrived()
+        self._admit(last_step)
+        while (waiting := self._scheduler.first_waiting) is not None and not self._holds_blocks and not may_wait():
+            why = "all blocks are reserved for hand-offs, which may be waiting for this one"
+            self._give_up(waiting.request.key, why)
+            self._admit(last_step)
+        return self._scheduler.plan(budget)
+
+    @property
+    def _holds_blocks(self) -> bool:
+        """Whether blocks come back once prompts under way are handed over."""
+        return any(task.sequence is not None and task.sequence.block_table for task in self._tasks.values())
+
+    def _admit(self, last_step: int) -> None:
         for sequence in self._scheduler.admit():
             key = sequence.request.key
             self._reporter.emit_phase(key, Phase.PHASE_PREFILL, sequence.num_cached_tokens)
             self._carry_out(self._sender.computed(key, sequence.num_computed_tokens, last_step))
-        return self._scheduler.plan(budget)
 
     def step_launching(self, scheduled: ScheduledSequence, step: int) -> None:
         """The share is part of step number `step`, next in the log: a prompt's last share is sent while computed."""
@@ -263,9 +280,12 @@ class PrefillRole:
                 self._carry_out(self._sender.computed(key, sequence.num_tokens, task.last_step))
                 self._carry_out(self._sender.commit(key, []))
             elif have_arrived is not None:
-                why = "a part of the prefix was lost on its way to the pool"
-                self._reporter.emit_failure(key, worker_pb2.Failed.REASON_CAPACITY, why)
-                self._carry_out(self._sender.abort(key, why))
+                self._give_up(key, "a part of the prefix was lost on its way to the pool")
+
+    def _give_up(self, key: RequestKey, why: str) -> None:
+        """Another worker may have room for what is computed or fetched."""
+        self._reporter.emit_failure(key, worker_pb2.Failed.REASON_CAPACITY, why)
+        self.cancel(key, why)
 
     def _fail(self, action: Fail) -> None:
         task = self._tasks.get(action.key)

@@ -203,7 +203,7 @@ class StepPipeline:
         number = self._ranks.num_steps + 1
         budget = StepBudget(settings.engine.max_num_batched_tokens, settings.slo.tpot_s, lambda: self._step_clock.cost)
         decoding, preempted, copies = self._decode.plan(budget)
-        prefilling = self._prefill.plan(budget, number - 1)
+        prefilling = self._prefill.plan(budget, number - 1, may_wait=lambda: not self._decode.is_only_landing)
         scheduled = decoding + prefilling
         if not scheduled:
             self._decode.copied(copies)

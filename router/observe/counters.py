@@ -43,7 +43,12 @@ RETRIES = Metric(
     "baton_retries_total",
     "counter",
     "Attempts that failed and were followed by another one, by what ended them; no client saw more than a pause.",
-    (("reason", ("worker_lost", "stalled", "peer_lost", "transfer_failed", "corrupt", "incompatible", OTHER)),),
+    (
+        (
+            "reason",
+            ("worker_lost", "stalled", "peer_lost", "transfer_failed", "capacity", "corrupt", "incompatible", OTHER),
+        ),
+    ),
 )
 REFUSALS = Metric(
     "baton_refusals_total",

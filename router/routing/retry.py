@@ -4,6 +4,7 @@
     -> no prefill worker is left, or it is the last attempt: the decode worker computes what is missing itself
     the decode worker is lost -> another one; none is ready -> back to the head of the queue
     the prefill worker has lost contact with it -> another one, if there is one
+    the prefill worker has no blocks and waits for hand-offs itself -> another prefill worker, or the decode worker
 
 The next attempt goes on from the tokens that the last one sent. An attempt that sent any made progress: the count of
 attempts starts over, so that a long output survives more lost workers than a short one.
@@ -41,6 +42,7 @@ RETRYABLE = frozenset(
         _Failed.REASON_PEER_LOST,
         _Failed.REASON_TRANSFER_FAILED,
         _Failed.REASON_CORRUPT,
+        _Failed.REASON_CAPACITY,
         _Failed.REASON_INCOMPATIBLE,
     }
 )

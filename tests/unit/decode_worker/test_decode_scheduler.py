@@ -53,6 +53,17 @@ def test_the_oldest_alone_takes_the_whole_pool() -> None:
     assert [p.sequence for p in scheduled] == [old] and len(old.block_table) == 2
 
 
+def test_only_landings_are_left_once_nothing_runs_beside_them() -> None:
+    blocks = BlockManager(4, 4)
+    scheduler = DecodeScheduler(blocks, 8)
+    assert not scheduler.is_only_landing
+    last = running(scheduler, blocks, 4, 0)
+    scheduler.num_reserved_seqs = 2
+    assert not scheduler.is_only_landing
+    scheduler.remove(last)
+    assert scheduler.is_only_landing
+
+
 def test_newcomers_wait_while_a_preempted_sequence_does() -> None:
     blocks = BlockManager(2, 4)
     scheduler = DecodeScheduler(blocks, 8)

@@ -14,7 +14,7 @@ from fake_worker import DECODE, LENGTH, PREFILL, STOP, TRANSFER, failed, phase, 
 from router_harness import EOS, ids
 from wired_router import STATES, ManualClock, WiredRouter, admit_of, cancelled, go_on, known, logged, reach, run
 
-from cluster.errors import BatonError, InternalError, InvalidRequest, Overloaded, Unavailable
+from cluster.errors import BatonError, InternalError, InvalidRequest, Unavailable
 from cluster.lifecycle import RequestKey, RequestState
 from cluster.pb import generation_pb2 as pb
 from cluster.pb import worker_pb2
@@ -22,7 +22,7 @@ from cluster.pb import worker_pb2
 Failed = worker_pb2.Failed
 S = RequestState
 
-REASONS = {"PEER_LOST": 1, "TRANSFER_FAILED": 2, "INCOMPATIBLE": 5, "CORRUPT": 7}
+REASONS = {"PEER_LOST": 1, "TRANSFER_FAILED": 2, "CAPACITY": 3, "INCOMPATIBLE": 5, "CORRUPT": 7}
 SETBACKS = [*product(REASONS, ("p0", "d0", "p0 d0", "d0 p0")), ("WORKER_LOST", "p0"), ("WORKER_LOST", "d0")]
 """Each with those who tell it, in their order, or with who is lost."""
 FLEETS = [[*others, "p0", "d0"] for others in product(["p1", ""], ["p2", ""], ["d1", ""])]
@@ -88,7 +88,6 @@ def test_a_failed_attempt_leads_another_way(reason: str, where: str, state: str)
 @pytest.mark.parametrize(
     ("reason", "kind"),
     [
-        (Failed.REASON_CAPACITY, Overloaded),
         (Failed.REASON_INTERNAL, InternalError),
         (Failed.REASON_INVALID, InvalidRequest),
         (Failed.REASON_UNSPECIFIED, InternalError),

@@ -83,16 +83,15 @@ async def test_a_lost_prefill_worker_does_not_touch_what_decodes_already(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("reason", "kind", "retry"),
+    ("reason", "kind"),
     [
-        (Failed.REASON_CAPACITY, Overloaded, True),
-        (Failed.REASON_INTERNAL, InternalError, False),
-        (Failed.REASON_UNSPECIFIED, InternalError, False),
-        (Failed.REASON_INVALID, InvalidRequest, False),
+        (Failed.REASON_INTERNAL, InternalError),
+        (Failed.REASON_UNSPECIFIED, InternalError),
+        (Failed.REASON_INVALID, InvalidRequest),
     ],
 )
 async def test_a_workers_failure_becomes_a_typed_error_and_the_other_drops_the_request(
-    tmp_path: Path, reason: Any, kind: type[BatonError], retry: bool
+    tmp_path: Path, reason: Any, kind: type[BatonError]
 ) -> None:
     prefill, decode = pair()
     async with running_router(tmp_path, (prefill, decode)) as router:
@@ -100,7 +99,7 @@ async def test_a_workers_failure_becomes_a_typed_error_and_the_other_drops_the_r
         key = (await decode.next_admit()).key
         decode.emit(failed(key, reason, "the detail"))
         error = await refusal(call)
-        assert type(error) is kind and (error.retry_after_s is not None) is retry
+        assert type(error) is kind and error.retry_after_s is None
         assert ("the detail" in error.message) is (kind is not InternalError)
         assert (await prefill.next_cancel()).key == key
         assert decode.cancels == []

@@ -25,7 +25,7 @@ from router.routing import migration
 from router.routing.retry import MAX_ATTEMPTS, RETRYABLE
 
 S = RequestState
-FINAL = [worker_pb2.Failed.REASON_INTERNAL, worker_pb2.Failed.REASON_CAPACITY]
+FINAL = [worker_pb2.Failed.REASON_INTERNAL, worker_pb2.Failed.REASON_INVALID]
 DRAIN_S = 20.0
 ACTIONS = (
     *["submit"] * 3,

@@ -203,12 +203,12 @@ def test_a_request_that_fails_blames_its_last_attempt() -> None:
         client = router.submit()
         key = admit_of(router.workers["p0"]).key
         await clock.advance(0.5)
-        router.workers["p0"].emit(failed(key, worker_pb2.Failed.REASON_CAPACITY))
+        router.workers["p0"].emit(failed(key, worker_pb2.Failed.REASON_INVALID))
         return client
 
     root = spans(run(scenario))
     (attempt,) = root.children
-    assert root.attributes["error.type"] == attempt.attributes["error.type"] == "OVERLOADED"
+    assert root.attributes["error.type"] == attempt.attributes["error.type"] == "INVALID_REQUEST"
     assert root.error == attempt.error and "p0" in root.error
     assert root.attributes["baton.outcome"] == "failed"
 

@@ -48,6 +48,12 @@ def test_whatever_befalls_a_cluster_every_request_ends_and_nothing_stays_held() 
     assert ends[RequestState.FINISHED] > 0.7 * ends.total()
 
 
+def test_workers_full_of_reservations_for_what_they_compute_for_one_another_go_on() -> None:
+    """Each prompt waits for blocks that are reserved for another hand-off, whose prompt waits in the same way."""
+    result = Scenario.of(9547).run()
+    assert result.num_faults["role changed"] > 1 and result.duration_s < 60
+
+
 def test_a_worker_that_dies_while_it_decodes_costs_its_requests_no_token() -> None:
     spec = ClusterSpec.of_ratio(1, 2)
     shapes = [RequestShape(0.01 * number, 200, 100) for number in range(10)]

@@ -130,6 +130,30 @@ def test_a_prompt_given_up_is_computed_no_further_while_a_gather_still_reads_it(
     assert around.num_requests == 0, "its router is told nothing more"
 
 
+def test_a_prompt_without_blocks_is_given_up_where_they_may_never_come() -> None:
+    """They are reserved for hand-offs of other workers, which may wait for this prompt."""
+    around = Surroundings()
+    landing = around.blocks.allocate(8)
+    around.begin(Request(KEY, PROMPT, SamplingParams()))
+    short = RequestKey("short", 1)
+    around.begin(Request(short, PROMPT[:8], SamplingParams()))
+    assert around.role.plan(StepBudget(8), 0) == [], "it may wait"
+    assert around.role.num_waiting == 2 and not around.told[2:]
+
+    (scheduled,) = around.role.plan(StepBudget(8), 0, may_wait=lambda: False)
+
+    assert scheduled.sequence.request.key == short, "it has blocks, and is not held up any more"
+    assert [event.failed.reason for event in around.heard if event.HasField("failed")] == [3]
+    assert [told.abort.key.request_id for told in around.told if told.HasField("abort")] == ["r"]
+    around.role.step_launching(scheduled, 1)
+    around.role.process_output(scheduled, [SampledToken(1)], 1)
+    another = RequestKey("another", 1)
+    around.begin(Request(another, PROMPT, SamplingParams()))
+    around.role.plan(StepBudget(8), 1, may_wait=lambda: False)
+    assert another in around.role, "blocks come back with the hand-off of the short one"
+    around.blocks.release(landing)
+
+
 def test_the_step_log_names_a_request_that_the_decode_worker_gave_up_before_the_router_cancelled_it(
     tmp_path: Path,
 ) -> None:
