@@ -33,6 +33,8 @@ _POINTER, _COUNT, _FLOAT, _FLAG = ctypes.c_void_p, ctypes.c_int64, ctypes.c_floa
 _WEIGHT = ctypes.POINTER(Weight)
 DECODE_PAGES = {torch.bfloat16: "bfloat16", torch.int8: "int8"}
 """Types of pages that `decode` reads."""
+PROMPTS = ((torch.float32, "float"), (torch.bfloat16, "bfloat16"))
+"""Types that `prompt_attention` computes in; a processor that has one has those before it."""
 _SIGNATURES: dict[str, list[Any]] = {
     "rms_norm": [_POINTER, _COUNT, *[_POINTER] * 3, _COUNT, _COUNT, _FLOAT],
     "silu_mul": [_POINTER, _POINTER, _COUNT, _COUNT],
@@ -79,11 +81,12 @@ class Native:
             self._decode = {
                 kind: self._bind(f"decode_{name}", [_POINTER] * 2, ctypes.c_int) for kind, name in DECODE_PAGES.items()
             }
-        self._has_prompts = bool(self._library.baton_has_bf16_dot())
-        if self._has_prompts:
-            pages = [_POINTER, _POINTER, _FLAG, _POINTER, _POINTER]
-            tail = [*[_COUNT] * 6, _FLOAT, _COUNT, _FLOAT, _POINTER]
-            self._prompt = self._bind("prompt_attention", [_POINTER, _COUNT, *pages, *tail])
+        arguments = [_POINTER, _COUNT, _POINTER, _POINTER, _FLAG, _POINTER, _POINTER]
+        arguments += [*[_COUNT] * 6, _FLOAT, _COUNT, _FLOAT, _POINTER]
+        self._prompts = {
+            dtype: self._bind(f"prompt_attention_{name}", arguments)
+            for dtype, name in PROMPTS[: self._library.baton_prompt_attentions()]
+        }
 
         if sys.platform == "linux":
             memory, count = ctypes.POINTER(SharedRank), ctypes.c_int32
@@ -234,7 +237,7 @@ class Native:
 
     def computes_prompts(self, dtype: torch.dtype, head_dim: int) -> bool:
         """Whether `prompt_attention` is there for heads of this type and size."""
-        return self._has_prompts and dtype == torch.bfloat16 and head_dim % 64 == 0
+        return dtype in self._prompts and head_dim % 16 == 0
 
     def prompt_attention(
         self,
@@ -255,7 +258,7 @@ class Native:
         k, v = pages
         _, block_size, num_kv_heads, _ = k.shape
         num_queries, num_heads, head_dim = q.shape
-        self._prompt(
+        self._prompts[q.dtype](
             q.data_ptr(),
             q.stride(0),
             k.data_ptr(),

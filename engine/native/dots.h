@@ -1,7 +1,7 @@
 // Sums of products of rows with 64 columns at a time, in registers from the first step to the last.
 //
-// A step takes four bytes of each row and four of each column: two bfloat16 numbers, or four of 8 bits. Sums and
-// instructions are spelled out one by one because compilers, given an array, keep it in memory: half of the speed.
+// A step takes four bytes of each row and four of each column: a float32 number, two bfloat16 ones, or four of 8 bits.
+// Sums and instructions are spelled out one by one because compilers, given an array, keep it in memory: half of the speed.
 //
 // Legend: C rows, at most six: 24 vectors of sums, four of the columns and one of a row fit the 32 registers.
 
@@ -42,6 +42,13 @@ inline __m512i four_bytes(const void* from) {
   std::memcpy(&bytes, from, sizeof bytes);
   return _mm512_set1_epi32(bytes);
 }
+
+// Of float32 numbers, one in a step.
+struct Floats {
+  static inline void add(__m512i& sum, __m512i column, __m512i row) {
+    asm("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(column), "v"(row));
+  }
+};
 
 #define BATON_EACH_ROW(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5)
 #define BATON_LOAD(c) __m512i a##c##0 = sums[c][0], a##c##1 = sums[c][1], a##c##2 = sums[c][2], a##c##3 = sums[c][3];

@@ -118,37 +118,48 @@ def test_heads_that_are_stored_in_int8_are_read_as_they_are_decoded(dtype: torch
     close(out.float() if dtype == torch.float32 else out, expected.to(dtype))
 
 
-@needs_products
+@needs_kernels
 @pytest.mark.parametrize(
     ("num_keys", "num_queries"),
     [(2, 2), (63, 7), (64, 64), (65, 2), (65, 64), (200, 2), (200, 7), (200, 64), (200, 200)],
 )
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(8, 2, 64), (5, 1, 128), (3, 3, 64)])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(8, 2, 64), (5, 1, 128), (3, 3, 16), (2, 1, 80)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [-1, 0, 5, 70])
 @pytest.mark.parametrize("is_rounded", [False, True])
 def test_prompts_see_what_the_definition_says(
-    num_keys: int, num_queries: int, num_heads: int, num_kv_heads: int, head_dim: int, window: int, is_rounded: bool
+    num_keys: int,
+    num_queries: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    window: int,
+    is_rounded: bool,
 ) -> None:
     """And nothing that lies behind the sequence's end, or in other blocks."""
     assert KERNELS is not None
+    if not KERNELS.computes_prompts(dtype, head_dim):
+        pytest.skip(f"this processor has no kernel for prompts in {dtype}")
     table = torch.randperm(20, generator=torch.Generator().manual_seed(2))[: -(-num_keys // 16)]
-    heads = [randn(num_keys, num_kv_heads, head_dim, dtype=torch.bfloat16, seed=seed) for seed in (1, 2)]
+    heads = [randn(num_keys, num_kv_heads, head_dim, dtype=dtype, seed=seed) for seed in (1, 2)]
     stored = [encode(head) if is_rounded else head for head in heads]
     poison = 127 if is_rounded else float("nan")
     pages = [torch.full((20, 16, num_kv_heads, one.shape[2]), poison, dtype=one.dtype) for one in stored]
     at = torch.arange(num_keys)
     for page, one in zip(pages, stored, strict=True):
         page[table[at // 16], at % 16] = one
-    q = randn(num_queries, num_heads, head_dim, dtype=torch.bfloat16)
-    out = torch.zeros(num_queries, num_heads, head_dim, dtype=torch.bfloat16)
+    q = randn(num_queries, num_heads, head_dim, dtype=dtype)
+    out = torch.zeros(num_queries, num_heads, head_dim, dtype=dtype)
     KERNELS.prompt_attention(q, (pages[0], pages[1]), table.to(torch.int32), num_keys, out, 0.2, window)
-    k, v = (decode(one, torch.bfloat16) if is_rounded else one for one in stored)
+    k, v = (decode(one, dtype) if is_rounded else one for one in stored)
     k, v = (one.float().repeat_interleave(num_heads // num_kv_heads, 1) for one in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.float(), k) * 0.2
     position = torch.arange(num_keys - num_queries, num_keys)[:, None]
     hidden = (at > position) | ((at < position - window) if window >= 0 else torch.zeros(1, dtype=torch.bool))
     expected = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
-    torch.testing.assert_close(out.float(), expected, atol=0.03, rtol=0.02)
+    atol, rtol = (0.03, 0.02) if dtype == torch.bfloat16 else (2e-6, 2e-6)
+    torch.testing.assert_close(out.float(), expected, atol=atol, rtol=rtol)
 
 
 @needs_kernels
