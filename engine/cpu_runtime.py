@@ -5,8 +5,9 @@ prompt of 4,096 tokens touched 90,000 fresh pages, a twentieth of its time. A pr
 
 Threads: each thread that computes in parallel has OpenMP helpers of its own, which spin a while waiting for its next
 work. Where the helpers of several threads outnumber the cores, OpenMP lets none of them spin, and every parallel region
-begins and ends in the kernel: a decode step of many short regions takes twice as long. So a thread that leaves the next
-step to another one ends its helpers; new ones start in a tenth of a millisecond.
+begins and ends in the kernel: a decode step of many short regions takes twice as long. So one thread computes all
+steps, and one that has prepared for them ends its helpers. To end and start them with each step is no way out: a new
+helper may share its creator's core for several milliseconds before the kernel moves it.
 """
 
 from __future__ import annotations

@@ -4,10 +4,11 @@ A command is done when every rank has replied; steps need no reply, their collec
 whose connection closes ends the whole worker: a tensor-parallel group lives and dies as one. A rank that is only silent
 (stopped, say) makes the worker look dead until it answers again: the speaking loop asks `tick`.
 
-Long steps run on a compute thread, so that the engine thread goes on taking events in; short ones where they are
-launched, since handing them over would cost more than it frees. One step runs at a time. On a GPU it is then queued: a
-step that samples nothing is done before the device has begun it, and at most one waits behind the one that runs. A
-step may take the tokens of the one before it from the device, once their choice is set off and before they are read.
+One step runs at a time, a short one where it is launched. During a long one events are taken in as well: on a CPU the
+engine thread computes it and another one takes its turns (`StandIn`), so that one thread alone has OpenMP's helpers;
+for a GPU a compute thread queues it. There a step that samples nothing is done before the device has begun it, and at
+most one waits behind the one that runs. A step may take the tokens of the one before it from the device, once their
+choice is set off and before they are read.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -28,7 +30,7 @@ from cluster.errors import BatonError
 from cluster.failure_detector import FailureDetector, FailureTimeouts, Liveness
 from cluster.pb import rank_pb2
 from engine.copies import upload
-from engine.cpu_runtime import end_helpers
+from engine.cpu_runtime import compute_alone
 from engine.model_runner import StepOutput
 from engine.sampling.params import SampledToken, SampleRow
 from engine.sampling.samples import Samples
@@ -149,6 +151,48 @@ class LaunchedStep:
             self._future.set_result(output)
 
 
+class StandIn:
+    """A thread that takes the engine thread's turns while that computes a long step."""
+
+    def __init__(self, turn: Callable[[], object], post: Post) -> None:
+        """`turn` waits for a call to the engine thread, which `post` makes, and carries it out."""
+        self._turn = turn
+        self._post = post
+        self._begun = threading.Semaphore(0)
+        self._ended = threading.Semaphore(0)
+        self._is_over = self._is_closed = False
+        self._error: BaseException | None = None
+        threading.Thread(target=self._run, name="engine's stand-in", daemon=True).start()
+
+    def during(self, compute: Compute, step: StepInput, sampled: torch.Tensor | None) -> StepOutput:
+        """On the engine thread: computes a step; when this returns the other thread takes no more turns. Raises what
+        one of its turns has raised."""
+        self._is_over = False
+        self._begun.release()
+        try:
+            return compute(step, sampled)
+        finally:
+            self._is_over = True
+            self._post(_nothing)
+            self._ended.acquire()
+            if self._error is not None:
+                raise self._error
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._begun.release()
+
+    def _run(self) -> None:
+        compute_alone()
+        while self._begun.acquire() and not self._is_closed:
+            try:
+                while not self._is_over:
+                    self._turn()
+            except BaseException as error:
+                self._error = error
+            self._ended.release()
+
+
 @dataclass
 class _Pending:
     """A command that some rank has not replied to."""
@@ -171,7 +215,8 @@ class RankGroup:
         post: Post,
         lost: Callable[[str], None],
         timing: FailureTimeouts,
-        prepare: Callable[[], None],
+        prepare: Callable[[], None] = lambda: None,
+        stand_in: StandIn | None = None,
         meter: StepMeter | None = None,
         begin_span: Callable[[], DeviceSpan] | None = None,
         long_tokens: int = OVERLAP_TOKENS,
@@ -179,7 +224,8 @@ class RankGroup:
         """Starts to compute, and to listen to the followers.
 
         `make_executor` makes rank 0's, which replies to what it is given. `post` has a call made on the engine thread.
-        `lost` gets the reason when the group is over. `prepare` is called by the compute thread before its first step.
+        `lost` gets the reason when the group is over. `stand_in`: the engine thread computes long steps itself; without
+        one a compute thread does, which calls `prepare` before its first step.
         `begin_span` begins a step on a device that runs behind; None where a step is over when it is computed.
         A step of `long_tokens` is long.
         """
@@ -190,6 +236,7 @@ class RankGroup:
         self._post = post
         self._lost = lost
         self._prepare = prepare
+        self._stand_in = stand_in
         self._number = 0
         self._num_steps = 0
         self._begin_span = begin_span
@@ -200,7 +247,8 @@ class RankGroup:
         self._lock = threading.Lock()
         self._is_closing = False
         self._local = make_executor(self.reply)
-        threading.Thread(target=self._compute, name="compute", daemon=True).start()
+        if stand_in is None:
+            threading.Thread(target=self._compute, name="compute", daemon=True).start()
         for rank, sock in enumerate(followers, start=1):
             threading.Thread(target=self._listen, args=(rank, sock), name=f"rank-{rank}", daemon=True).start()
 
@@ -225,11 +273,12 @@ class RankGroup:
             self._broadcast(rank_pb2.RankCommand(number=self._number, step=step.to_bytes()))
         if rows is not None:
             self._local.prepare(step, sampled, rows)  # on this thread, which changes rows when it reads tokens
-        if len(step.token_ids) >= self._long_tokens:
-            end_helpers()
-            self._long_steps.put(launched)
-        else:
+        if len(step.token_ids) < self._long_tokens:
             launched.run(self._local.step)
+        elif self._stand_in is not None:
+            self._post(launched.run, partial(self._stand_in.during, self._local.step))
+        else:
+            self._long_steps.put(launched)
         return launched
 
     def issue(self, command: rank_pb2.RankCommand, done: Done) -> None:
@@ -262,13 +311,10 @@ class RankGroup:
         ahead: DeviceSpan | None = None
 
         def compute(step: StepInput, sampled: torch.Tensor | None) -> StepOutput:
-            try:
-                output = self._local.step(step, sampled)
-                if ahead is not None:
-                    ahead.wait()
-                return output
-            finally:
-                end_helpers()
+            output = self._local.step(step, sampled)
+            if ahead is not None:
+                ahead.wait()
+            return output
 
         while (launched := self._long_steps.get()) is not None:
             launched.run(compute)
@@ -284,6 +330,8 @@ class RankGroup:
             except OSError:
                 continue
         self._long_steps.put(None)
+        if self._stand_in is not None:
+            self._stand_in.close()
         self._local.close()
 
     def _broadcast(self, command: rank_pb2.RankCommand) -> None:

@@ -36,7 +36,7 @@ from kv_transfer.transports.selection import host_id
 from worker.core import Core, Inbox
 from worker.disk_files import PUT_BY_S, DiskFiles
 from worker.follower import Follower, RankProgram
-from worker.group import CudaSpan, RankGroup
+from worker.group import CudaSpan, RankGroup, StandIn
 from worker.handoff_connection import HandoffContext
 from worker.handoff_metrics import HandoffMetrics
 from worker.handoff_streams import HandoffStreams, Handshake
@@ -119,6 +119,8 @@ class Leader(RankProgram):
         timing = FailureTimeouts(transfer.heartbeat_s, transfer.suspect_after_s, transfer.dead_after_s)
         has_meter = settings.metrics_port is not None and not resolved.is_timed
         meter = StepMeter(resolved.work) if has_meter else None
+        is_cpu = loaded.runner.device.type == "cpu"
+        stand_in = StandIn(lambda: core.turn(wait=True), inbox.post) if is_cpu else None
         group = self._group = RankGroup(
             lambda reply: RankExecutor(loaded.runner, loaded.transfer_engine, reply),
             followers,
@@ -127,6 +129,7 @@ class Leader(RankProgram):
             lost=self._rank_lost,
             timing=timing,
             prepare=lambda: ready_for_steps(resolved),
+            stand_in=stand_in,
             meter=meter,
             begin_span=partial(CudaSpan, loaded.runner.device) if loaded.runner.device.type == "cuda" else None,
             long_tokens=loaded.long_tokens,
@@ -140,7 +143,8 @@ class Leader(RankProgram):
         context = HandoffContext(inbox.post, loop.post, group.issue, timing, HandoffMetrics())
         overlaps, why_not = overlaps_steps(settings.engine.async_steps, resolved.device, hellos)
         self._report(f"a step is launched before the one before it is read: {'yes' if overlaps else f'no, {why_not}'}")
-        core = self._core = self._make_core(loaded, inbox, group, context, partial(loop.post, streams.dial), overlaps)
+        core: Core = self._make_core(loaded, inbox, group, context, partial(loop.post, streams.dial), overlaps)
+        self._core = core
         page = self._metrics_page = serve_metrics(
             resolved,
             core,

@@ -20,7 +20,6 @@ from cluster.failure_detector import FailureTimeouts
 from cluster.kv_groups import all_layers
 from cluster.pb import generation_pb2, rank_pb2, worker_pb2
 from cluster.settings import WorkerSettings
-from engine.cpu_runtime import compute_with
 from engine.kv.block_manager import BlockManager
 from engine.model_runner import ModelRunner
 from engine.sampling.constraint import Constraint
@@ -29,7 +28,7 @@ from engine.sampling.sampler import Sampler
 from engine.step_input import StepInput
 from engine.tp import TPGroup, make_process_group
 from worker.core import Core, Inbox
-from worker.group import RankGroup
+from worker.group import RankGroup, StandIn
 from worker.handoff_connection import HandoffContext
 from worker.handoff_metrics import HandoffMetrics
 from worker.rank import RankExecutor
@@ -224,7 +223,7 @@ def told_by(
         post=inbox.post,
         lost=lambda why: None,
         timing=TIMING,
-        prepare=lambda: compute_with(1),
+        stand_in=StandIn(lambda: bench.core.turn(wait=True), inbox.post),
     )
     bench = Bench(ranks, overlaps=overlaps, num_blocks=num_blocks, block_size=runner.block_size, inbox=inbox)
     cancelled = bench.admit("cancelled", num_prompt_tokens=2, most=100)

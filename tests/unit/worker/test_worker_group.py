@@ -26,7 +26,8 @@ from engine.model_runner import StepOutput
 from engine.sampling.params import SampledToken, SampleRow, SamplingParams
 from engine.sampling.sampler import Sampler
 from engine.step_input import SequenceSlice, StepInput, build_step
-from worker.group import LaunchedStep, RankGroup
+from worker.core import Inbox
+from worker.group import LaunchedStep, RankGroup, StandIn
 from worker.rank import OVERLAP_TOKENS, RankExecutor
 from worker.rank_socket import read_frame, write_frame
 
@@ -161,6 +162,54 @@ def test_a_long_step_runs_beside_its_launcher_and_wakes_it(bench: Bench) -> None
     assert len(tokens_of(launched)) == 1
     assert bench.executor.ran_on == ["compute"]
     assert bench.executor.num_threads == [torch.get_num_threads()]
+
+
+def test_the_engine_thread_computes_a_long_step_while_another_takes_its_turns() -> None:
+    inbox, executor, seen = Inbox(), FakeExecutor(), list[str]()
+    executor.may_end.clear()
+    stand_in = StandIn(lambda: inbox.run(wait=True), inbox.post)
+    group = RankGroup(
+        lambda reply: executor,  # type: ignore[arg-type,return-value]
+        [],
+        Sampler(VOCABULARY),
+        post=inbox.post,
+        lost=lambda why: None,
+        timing=TIMING,
+        stand_in=stand_in,
+    )
+    for number in range(3):
+        launched = group.launch(a_step(OVERLAP_TOKENS))
+        assert not launched.is_done and len(executor.ran_on) == number
+
+        def event(launched: LaunchedStep = launched) -> None:
+            assert not launched.is_done
+            seen.append(threading.current_thread().name)
+            executor.may_end.set()
+
+        inbox.post(event)  # behind the step
+        inbox.run(wait=True)
+        assert launched.is_done
+        executor.may_end.clear()
+        inbox.post(lambda: seen.append("later"))
+        inbox.run(wait=False)
+    assert executor.ran_on == [threading.current_thread().name] * 3
+    assert seen == ["engine's stand-in", "later"] * 3
+    group.close()
+
+
+def test_what_a_turn_during_a_long_step_raises_ends_the_step() -> None:
+    inbox, executor = Inbox(), FakeExecutor()
+    executor.may_end.clear()
+    stand_in = StandIn(lambda: inbox.run(wait=True), inbox.post)
+
+    def broken() -> None:
+        executor.may_end.set()
+        raise ValueError("no such block")
+
+    inbox.post(broken)
+    with pytest.raises(ValueError, match="no such block"):
+        stand_in.during(executor.step, a_step(OVERLAP_TOKENS), None)  # type: ignore[arg-type]
+    stand_in.close()
 
 
 @pytest.mark.parametrize("num_tokens", [2, OVERLAP_TOKENS])
