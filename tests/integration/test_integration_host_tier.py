@@ -68,7 +68,7 @@ def found_in(stats: worker_pb2.WorkerStats) -> dict[str, int]:
 def test_prompts_that_come_back_are_loaded_and_their_outputs_are_the_same(tmp_path: Path) -> None:
     prompts = [prompt_of(number) for number in range(NUM_PROMPTS)]
     expected = [completions[0].token_ids for completions in single_process(prompts, [GREEDY] * len(prompts))]
-    more = {"kv_cache_tokens": POOL, "max_model_len": 512, "kv_host_bytes": 400 * BLOCK_BYTES}
+    more = {"kv_cache_tokens": POOL, "max_model_len": 512, "kv_host_bytes": 400 * BLOCK_BYTES, "metrics_port": 0}
     with PlainCluster(BUNDLED_MODEL, tmp_path, **more) as cluster:
         cached = []
         for _ in range(3):
@@ -78,11 +78,13 @@ def test_prompts_that_come_back_are_loaded_and_their_outputs_are_the_same(tmp_pa
                 assert tuple(stream.token_ids()) == expected[number]
                 cached.append(next(e.completed.usage.cached_tokens for e in events if e.HasField("completed")))
         assert cached[:NUM_PROMPTS] == [0] * NUM_PROMPTS
-        assert min(cached[NUM_PROMPTS:]) >= 384, "all but the last block of each prompt was found"
         status = cluster.wait_for(lambda _: sum(found_in(cluster.stats(PREFILL)).values()) == sum(cached))
         found = found_in(cluster.stats(PREFILL))
-        assert found["host"] > found["device"], f"the pool holds two of six prompts: {found}"
         info = next(w.info for w in status.workers if w.worker_id == PREFILL)
+        declined = 16 * tier_of(info.metrics_address)["declined"]  # a busy machine loads late, and computes instead
+        missing = sum(384 - num for num in cached[NUM_PROMPTS:] if num < 384)
+        assert missing <= declined, f"all but the last block of each prompt was found: {cached}"
+        assert found["host"] + declined > found["device"], f"the pool holds two of six prompts: {found}"
         assert (info.host_bytes, info.disk_bytes) == (400 * BLOCK_BYTES, 0)
         assert info.pool_bytes == POOL // 16 * BLOCK_BYTES
 
