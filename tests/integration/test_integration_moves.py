@@ -25,7 +25,7 @@ from router.routing.fleet import WorkerAddress
 
 Disturb = Callable[[Dispatcher, Sequence[Worker]], Awaitable[None]]
 
-NUM_TOKENS = 160
+NUM_TOKENS = 480
 LIMIT_S = 120.0
 LOGPROBS_AGREE_TO = 1e-3
 KINDS: dict[str, dict[str, Any]] = {
