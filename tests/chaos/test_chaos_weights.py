@@ -102,7 +102,7 @@ def test_weights_and_steps_change_under_streams(serving: tuple[Serve, Path], tmp
             for number in range(1, NUM_CHANGES + 1):
                 since = admin.cluster().last_sequence
                 text = (old, new)[number % 2].replace(
-                    "max_num_batched_tokens: 512", f"max_num_batched_tokens: {512 + number}"
+                    "max_num_batched_tokens: 2048", f"max_num_batched_tokens: {2048 + number}"
                 )
                 file.write_text(text, encoding="utf-8")
                 change = next(e for e in admin.events(since) if e.kind in ENDS)

@@ -314,7 +314,7 @@ def test_workers_are_replaced_one_at_a_time_under_streams_for_steps_that_they_ha
     with Load(cluster) as load:
         load.wait_for_more(NUM_PROMPTS)
         since = cluster.last_sequence()
-        cluster.edit("max_num_batched_tokens: 512", "max_num_batched_tokens: 1024")
+        cluster.edit("max_num_batched_tokens: 2048", "max_num_batched_tokens: 4096")
         planned = cluster.until_event(since, admin_pb2.ClusterEvent.KIND_PLANNED)
         assert planned.text.count("start ") == planned.text.count("drain and stop ") == 2
         cluster.until_event(since, admin_pb2.ClusterEvent.KIND_CHANGED)

@@ -23,7 +23,6 @@ SHIPPED = {
     "model.dtype": "float32",
     "engine.device": "cpu",
     "engine.kv_cache_tokens": 16384,
-    "engine.max_num_batched_tokens": 512,
 }
 """Where the shipped file says something else than the schema's defaults."""
 
@@ -44,7 +43,7 @@ def test_the_shipped_file_loads_and_serves_the_bundled_model_on_the_cpu() -> Non
     assert config.model.path == str(ROOT / "models" / "tiny-shakespeare")
     assert (config.model.dtype, config.engine.device) == ("float32", "cpu")
     assert (config.roles.prefill.num_workers, config.roles.decode.num_workers) == (1, 1)
-    assert (config.engine.kv_cache_tokens, config.engine.max_num_batched_tokens) == (16384, 512)
+    assert config.engine.kv_cache_tokens == 16384
 
 
 def test_the_shipped_file_spells_out_exactly_the_keys_of_the_schema() -> None:
