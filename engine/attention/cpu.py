@@ -1,10 +1,11 @@
 """Attention on CPUs, and in plain torch on GPUs where no FlashAttention kernel fits (float32, say).
 
 Baton's own kernels read sequences with one new token where they lie, and those with several as well where the processor
-has AVX-512. Where there are none, sequences with one new token are gathered into a few groups of similar length, and
-each group is one call of scaled_dot_product_attention; longer ones (prefill) are computed one by one. Query heads that
-share a KV head are laid side by side, so that no key is copied for grouped-query attention. Gathered pages go to memory
-that is kept between calls: fresh pages from the system cost more than the attention itself.
+has AVX512-VNNI (in bfloat16, AVX512-BF16). Where there are none, sequences with one new token are gathered into a few
+groups of similar length, and each group is one call of scaled_dot_product_attention; longer ones (prefill) are computed
+one by one. Query heads that share a KV head are laid side by side, so that no key is copied for grouped-query
+attention. Gathered pages go to memory that is kept between calls: fresh pages from the system cost more than the
+attention itself.
 
 Legend: n sequences of a group, M keys (padded), Q queries and J keys of one sequence, H KV heads, G query heads of
 each, D head_dim.

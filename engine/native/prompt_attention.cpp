@@ -8,6 +8,7 @@
 // bytes, R rows: query tokens times query heads of a KV head.
 
 #include <memory>
+#include <type_traits>
 
 #include "dots.h"
 #include "pages.h"
@@ -20,33 +21,24 @@
 
 namespace {
 
-// How a type is multiplied, and how vectors of float32 are stored in it.
 template <typename T>
-struct Kind;
+constexpr bool kIsExact = std::is_same_v<T, float>;
 
-template <>
-struct Kind<float> {
-  using Dot = Floats;
-  static constexpr int64_t kNumbers = 1;
-  static constexpr bool kIsExact = true;
+template <typename T>
+constexpr int64_t kNumbers = 4 / sizeof(T);
 
-  static void store_vectors(float* to, __m512 first, __m512 second) {
-    _mm512_storeu_ps(to, first);
-    _mm512_storeu_ps(to + 16, second);
-  }
-};
+template <typename T>
+using DotOf = std::conditional_t<kIsExact<T>, Floats, Pairs>;
+
+inline void store_vectors(float* to, __m512 first, __m512 second) {
+  _mm512_storeu_ps(to, first);
+  _mm512_storeu_ps(to + 16, second);
+}
 
 #ifdef HAS_BF16_DOT
-template <>
-struct Kind<bfloat16> {
-  using Dot = Pairs;
-  static constexpr int64_t kNumbers = 2;
-  static constexpr bool kIsExact = false;
-
-  static void store_vectors(bfloat16* to, __m512 first, __m512 second) {
-    _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(second, first));
-  }
-};
+inline void store_vectors(bfloat16* to, __m512 first, __m512 second) {
+  _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+}
 #endif
 
 inline int64_t filled(int64_t dim) { return (dim + kColumns - 1) / kColumns * kColumns; }
@@ -55,7 +47,7 @@ inline int64_t filled(int64_t dim) { return (dim + kColumns - 1) / kColumns * kC
 template <typename T, typename P>
 void pack_chunk(const P* k_pages, const P* v_pages, const int32_t* table, int64_t start, int64_t count, int64_t kv_heads,
                 int64_t head, int64_t dim, int64_t block_size, float* rows, T* keys, T* values) {
-  constexpr int64_t n = Kind<T>::kNumbers;
+  constexpr int64_t n = kNumbers<T>;
   const int64_t width = filled(dim);
   std::fill(rows, rows + kChunk * dim, 0.0f);
   load_heads(k_pages, table, start, count, kv_heads, head, dim, block_size, rows);
@@ -71,12 +63,12 @@ constexpr int64_t kTileRows = 48;  // whose keys are looked at together
 constexpr float kLog2E = 1.44269504f;
 
 // 2 to the power of x, to 2e-7 of it, or else to 3e-6.
-template <bool kIsExact>
+template <bool kExact>
 inline __m512 power_of_2(__m512 x) {
   const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   const __m512 rest = _mm512_sub_ps(x, whole);
   __m512 sum = _mm512_set1_ps(1.33335581e-3f);
-  if constexpr (kIsExact) sum = _mm512_fmadd_ps(_mm512_set1_ps(1.54035304e-4f), rest, sum);
+  if constexpr (kExact) sum = _mm512_fmadd_ps(_mm512_set1_ps(1.54035304e-4f), rest, sum);
   for (float next : {9.61812911e-3f, 5.55041087e-2f, 2.40226507e-1f, 6.93147181e-1f, 1.0f})
     sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(next));
   return _mm512_scalef_ps(sum, whole);
@@ -86,13 +78,13 @@ inline __m512 power_of_2(__m512 x) {
 struct Scores {
   float scale, soft_cap;  // as of the natural exponential function; 0: no cap
 
-  template <bool kIsExact>
+  template <bool kExact>
   __m512 of(__m512 product) const {
     if (soft_cap == 0.0f) return _mm512_mul_ps(product, _mm512_set1_ps(scale * kLog2E));
     const __m512 one = _mm512_set1_ps(1.0f), cap = _mm512_set1_ps(soft_cap * kLog2E);
     const __m512 twice = _mm512_mul_ps(product, _mm512_set1_ps(2.0f * kLog2E * scale / soft_cap));
     const __m512 most = _mm512_set1_ps(100.0f);  // a reciprocal of infinity is no number
-    const __m512 grown = power_of_2<kIsExact>(_mm512_min_ps(twice, most));
+    const __m512 grown = power_of_2<kExact>(_mm512_min_ps(twice, most));
     return _mm512_sub_ps(cap, _mm512_div_ps(_mm512_add_ps(cap, cap), _mm512_add_ps(grown, one)));
   }
 };
@@ -100,9 +92,6 @@ struct Scores {
 // Rows of one KV head, and what is known of each so far.
 template <typename T>
 struct Tile {
-  static constexpr bool kIsExact = Kind<T>::kIsExact;
-  static constexpr int64_t kNumbers = Kind<T>::kNumbers;
-
   int64_t dim, width;
   std::unique_ptr<T[]> heads, weights;    // [R, D], and [6, kChunk] of the rows at hand
   std::unique_ptr<float[]> sums, totals;  // [R, W] and [R, 16]
@@ -133,38 +122,38 @@ struct Tile {
     __m512 x[kVectors];
     for (int v = 0; v < kVectors; ++v) {
       mask[v] = static_cast<__mmask16>(seen[row] >> (16 * v));
-      x[v] = _mm512_mask_mov_ps(least, mask[v], scores.of<kIsExact>(_mm512_castsi512_ps(products[v])));
+      x[v] = _mm512_mask_mov_ps(least, mask[v], scores.of<kIsExact<T>>(_mm512_castsi512_ps(products[v])));
     }
     const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(x[0], x[1]), _mm512_max_ps(x[2], x[3])));
     __m512 total = _mm512_loadu_ps(&totals[row * 16]);
     if (most > best[row]) {
-      const __m512 shrink = power_of_2<kIsExact>(_mm512_set1_ps(best[row] - most));
+      const __m512 shrink = power_of_2<kIsExact<T>>(_mm512_set1_ps(best[row] - most));
       best[row] = most;
       total = _mm512_mul_ps(total, shrink);
       for (float* at = &sums[row * width]; at < &sums[(row + 1) * width]; at += 16)
         _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_loadu_ps(at), shrink));
     }
     for (int v = 0; v < kVectors; ++v) {
-      x[v] = _mm512_maskz_mov_ps(mask[v], power_of_2<kIsExact>(_mm512_sub_ps(x[v], _mm512_set1_ps(best[row]))));
+      x[v] = _mm512_maskz_mov_ps(mask[v], power_of_2<kIsExact<T>>(_mm512_sub_ps(x[v], _mm512_set1_ps(best[row]))));
       total = _mm512_add_ps(total, x[v]);
     }
     _mm512_storeu_ps(&totals[row * 16], total);
-    for (int v = 0; v < kVectors; v += 2) Kind<T>::store_vectors(to + 16 * v, x[v], x[v + 1]);
+    for (int v = 0; v < kVectors; v += 2) store_vectors(to + 16 * v, x[v], x[v + 1]);
   }
 
   // C rows from `row` on, over one packed chunk.
   template <int C>
   void attend(int64_t row, const T* keys, const T* values, const Scores& scores) {
-    using Dot = typename Kind<T>::Dot;
+    using Dot = DotOf<T>;
     constexpr int64_t size = sizeof(T);
     Sums found = {};
     const auto bytes = [](const T* from) { return reinterpret_cast<const char*>(from); };
-    dot<Dot, C>(bytes(&heads[row * dim]), size * dim, bytes(keys), 4 * kChunk, dim / kNumbers, found);
+    dot<Dot, C>(bytes(&heads[row * dim]), size * dim, bytes(keys), 4 * kChunk, dim / kNumbers<T>, found);
     for (int c = 0; c < C; ++c) soften(row + c, found[c], scores, &weights[c * kChunk]);
     for (int64_t i = 0; i < width; i += kColumns) {
       for (int c = 0; c < C; ++c) std::memcpy(found[c], &sums[(row + c) * width + i], sizeof found[c]);
-      const char* columns = bytes(values + kNumbers * i);
-      dot<Dot, C>(bytes(weights.get()), size * kChunk, columns, 4 * width, kChunk / kNumbers, found);
+      const char* columns = bytes(values + kNumbers<T> * i);
+      dot<Dot, C>(bytes(weights.get()), size * kChunk, columns, 4 * width, kChunk / kNumbers<T>, found);
       for (int c = 0; c < C; ++c) std::memcpy(&sums[(row + c) * width + i], found[c], sizeof found[c]);
     }
   }
